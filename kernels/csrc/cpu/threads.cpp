@@ -1,0 +1,248 @@
+#include "threads.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <new>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace anabranch {
+namespace {
+
+constexpr int kSpins = 2000;                 // pauses before sleeping: about 100 us, longer than any gap inside a step
+constexpr uint64_t kStallNs = 100'000;       // a barrier this long is a lost core, not imbalance: tasks take some 10 us
+constexpr uint64_t kInflatedStepNs = 1'000'000;
+constexpr int kMinPenalty = 16, kMaxPenalty = 512;  // steps on one thread
+
+thread_local int tls_thread = 0;
+thread_local bool tls_inside = false;
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+template <class T>
+void futex_wait(std::atomic<T>* word, T expected) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, static_cast<uint32_t>(expected), nullptr, nullptr, 0);
+}
+
+template <class T>
+void futex_wake_all(std::atomic<T>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+
+uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1'000'000'000u + uint64_t(t.tv_nsec);
+}
+
+constexpr uint64_t pack_span(uint32_t next, uint32_t end) { return uint64_t(next) << 32 | end; }
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads), active_(num_threads_) {
+  ranges_ = new Range[num_threads_];
+  scratch_ = new Scratch[num_threads_];
+}
+
+ThreadPool::~ThreadPool() {
+  stop_.store(true);
+  epoch_.fetch_add(1);
+  futex_wake_all(&epoch_);
+  while (num_alive_.load() > 0) sched_yield();
+  for (int i = 0; i < num_threads_; ++i) std::free(scratch_[i].data);
+  delete[] scratch_;
+  delete[] ranges_;
+}
+
+bool ThreadPool::is_inside() { return tls_inside; }
+int ThreadPool::current_thread() { return tls_thread; }
+
+void* ThreadPool::scratch(int thread, size_t num_bytes) {
+  Scratch& s = scratch_[thread];
+  if (s.num_bytes < num_bytes) {
+    std::free(s.data);
+    s.num_bytes = (num_bytes + 4095) & ~size_t(4095);
+    s.data = std::aligned_alloc(64, s.num_bytes);
+    if (s.data == nullptr) throw std::bad_alloc();
+  }
+  return s.data;
+}
+
+void ThreadPool::start_workers() {
+  started_ = true;
+  for (int thread = 1; thread < num_threads_; ++thread) {
+    num_alive_.fetch_add(1);
+    std::thread([this, thread] { worker_loop(thread); }).detach();
+  }
+}
+
+// Take tasks, own ones first, until none is left anywhere. Returns how many were run.
+//
+// A claim is one compare-and-swap on (next, end). It can only succeed while the current run has tasks left, hence while its caller
+// still waits, so task_ and context_ are read after it and are always those of the run that the task belongs to.
+int ThreadPool::take_tasks(int thread) {
+  int num_done = 0;
+  tls_inside = true;
+  for (int i = 0; i < num_threads_; ++i) {
+    std::atomic<uint64_t>& span = ranges_[(thread + i) % num_threads_].span;
+    uint64_t seen = span.load(std::memory_order_acquire);
+    while (uint32_t(seen >> 32) < uint32_t(seen)) {
+      if (!span.compare_exchange_weak(seen, seen + (uint64_t(1) << 32), std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      task_(context_, int(seen >> 32), thread);
+      ++num_done;
+      seen = span.load(std::memory_order_acquire);
+    }
+  }
+  tls_inside = false;
+  return num_done;
+}
+
+void ThreadPool::run(int num_tasks, Task task, void* context) {
+  if (!started_) start_workers();
+  task_ = task;
+  context_ = context;
+  num_unfinished_.store(num_tasks, std::memory_order_relaxed);
+  for (int t = 0; t < num_threads_; ++t) {
+    const auto begin = uint32_t(uint64_t(num_tasks) * t / num_threads_), end = uint32_t(uint64_t(num_tasks) * (t + 1) / num_threads_);
+    ranges_[t].span.store(pack_span(begin, end), std::memory_order_release);
+  }
+  epoch_.fetch_add(1, std::memory_order_seq_cst);
+  if (num_sleeping_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&epoch_);
+
+  const int num_done = take_tasks(0);
+  if (num_unfinished_.fetch_sub(num_done, std::memory_order_acq_rel) == num_done) return;
+
+  uint64_t wait_start = 0;
+  for (int spins = 0; num_unfinished_.load(std::memory_order_acquire) != 0; ++spins) {
+    if (spins == 64) wait_start = now_ns();  // short waits are not worth a clock read
+    if (spins < kSpins) {
+      pause();
+      continue;
+    }
+    caller_sleeps_.store(1, std::memory_order_seq_cst);
+    const int32_t left = num_unfinished_.load(std::memory_order_seq_cst);
+    if (left != 0) futex_wait(&num_unfinished_, left);
+    caller_sleeps_.store(0, std::memory_order_relaxed);
+  }
+  if (wait_start != 0) {
+    const uint64_t waited = now_ns() - wait_start;
+    if (waited > kStallNs) step_stalled_ns_ += waited;
+  }
+}
+
+void ThreadPool::worker_loop(int thread) {
+  tls_thread = thread;
+  uint32_t seen = 0;
+  while (true) {
+    for (int spins = 0; epoch_.load(std::memory_order_acquire) == seen; ++spins) {
+      if (spins < kSpins) {
+        pause();
+        continue;
+      }
+      num_sleeping_.fetch_add(1, std::memory_order_seq_cst);
+      if (epoch_.load(std::memory_order_seq_cst) == seen) futex_wait(&epoch_, seen);
+      num_sleeping_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    seen = epoch_.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_acquire)) break;
+    const int num_done = take_tasks(thread);
+    if (num_done == 0) continue;
+    const bool is_last = num_unfinished_.fetch_sub(num_done, std::memory_order_seq_cst) == num_done;
+    if (is_last && caller_sleeps_.load(std::memory_order_seq_cst) != 0) futex_wake_all(&num_unfinished_);
+  }
+  num_alive_.fetch_sub(1);
+}
+
+void ThreadPool::begin_step() {
+  step_start_ns_ = now_ns();
+  step_stalled_ns_ = 0;
+}
+
+// Two inflated steps of the last few (score above 1) send the pool to one thread; each relapse right after doubles the stay.
+void ThreadPool::end_step() {
+  ++stats_.num_steps;
+  if (num_threads_ == 1) return;
+  if (single_steps_left_ > 0) {
+    ++stats_.num_single_steps;
+    if (--single_steps_left_ == 0) active_ = num_threads_;
+    return;
+  }
+  const uint64_t step_ns = now_ns() - step_start_ns_;
+  const bool is_inflated = step_stalled_ns_ > kInflatedStepNs && step_stalled_ns_ * 3 > step_ns;
+  stats_.stalled_ns += step_stalled_ns_;
+  stats_.num_inflated_steps += is_inflated;
+  if (is_inflated) {
+    recent_inflated_ += 4;
+  } else if (recent_inflated_ > 0) {
+    --recent_inflated_;
+  } else {
+    penalty_ = 0;
+  }
+  if (recent_inflated_ > 4) {
+    penalty_ = penalty_ == 0 ? kMinPenalty : (penalty_ * 2 > kMaxPenalty ? kMaxPenalty : penalty_ * 2);
+    single_steps_left_ = penalty_;
+    active_ = 1;
+    recent_inflated_ = 4;  // one more inflated step while probing is enough to come back
+  }
+}
+
+namespace {
+
+std::mutex* pool_mutex = new std::mutex;  // never destroyed: the pool must outlive every static destructor
+ThreadPool* process_pool = nullptr;
+int wanted_threads = 0;
+
+// The child of a fork has no workers, and a mutex that another thread of the parent may have held: start afresh.
+void forget_pool() {
+  pool_mutex = new std::mutex;
+  process_pool = nullptr;
+  tls_inside = false;
+  tls_thread = 0;
+}
+
+const int at_fork_registered = pthread_atfork(nullptr, nullptr, forget_pool);
+
+int usable_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  return int(std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+PoolLease::PoolLease() : hold_(*pool_mutex) {
+  if (process_pool == nullptr) process_pool = new ThreadPool(wanted_threads > 0 ? wanted_threads : usable_cores());
+  pool_ = process_pool;
+}
+
+}  // namespace anabranch
+
+using namespace anabranch;
+
+extern "C" int anb_set_num_threads(int num_threads) {
+  std::lock_guard<std::mutex> hold(*pool_mutex);
+  wanted_threads = num_threads < 1 ? 1 : num_threads;
+  if (process_pool != nullptr && process_pool->num_threads() != wanted_threads) {
+    delete process_pool;
+    process_pool = nullptr;
+  }
+  return wanted_threads;
+}
+
+extern "C" int anb_num_threads() { return PoolLease()->num_threads(); }
