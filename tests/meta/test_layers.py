@@ -1,0 +1,106 @@
+"""The structure that the design promises: who may import whom, and that wheel and tree hold the same files."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("radix", "kernels", "runtime", "lang")
+OURS = "anabranch"
+
+# layer or part of one -> prefixes that it must never import
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "radix": ("torch", "zmq", "time", "socket", "asyncio", "msgspec", "anabranch.kernels", "anabranch.runtime", "anabranch.lang"),
+    "kernels": ("zmq", "msgspec", "anabranch.radix", "anabranch.runtime", "anabranch.lang"),
+    "lang": ("torch", "zmq", "numpy", "msgspec", "anabranch.radix", "anabranch.kernels", "anabranch.runtime"),
+    "runtime": ("anabranch.lang",),
+    "runtime/scheduler": ("torch", "anabranch.kernels", "anabranch.lang"),
+    "runtime/worker": ("anabranch.radix", "anabranch.lang"),
+}
+
+
+def sources(part: str) -> list[Path]:
+    return sorted((ROOT / part).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Absolute names of everything a module imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide which layer is meant"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def breaks(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_each_layer_imports_only_what_it_may(part: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(part)
+        for name in imports(path)
+        if any(breaks(name, prefix) for prefix in FORBIDDEN[part])
+    ]
+    assert sources(part), f"no sources under {part}"
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", ["radix", "lang"])
+def test_pure_layers_need_only_the_standard_library_at_import(part: str) -> None:
+    """radix adds numpy. What is imported inside a function of lang is optional (IPython, tqdm, pydantic)."""
+    import sys
+
+    allowed = set(sys.stdlib_module_names) | {OURS} | ({"numpy"} if part == "radix" else set())
+    wrong = []
+    for path in sources(part):
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in names if name.split(".")[0] not in allowed]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_folders_are_linked_and_have_no_package_marker(layer: str) -> None:
+    assert not (ROOT / layer / "__init__.py").exists(), f"{layer}/__init__.py would shadow an installed package named {layer}"
+    link = ROOT / "src" / OURS / layer
+    assert link.is_symlink() and link.resolve() == (ROOT / layer).resolve()
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    """No pickle, marshal or eval anywhere in the product: what arrives is data (torch.load would unpickle, too)."""
+    banned_modules = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
+    banned_calls = {"eval", "exec"}
+    wrong = []
+    for path in (p for layer in LAYERS for p in sources(layer)):
+        tree = ast.parse(path.read_text())
+        wrong += [f"{path}: imports {n}" for n in imports(path) if n.split(".")[0] in banned_modules]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                f = node.func
+                if isinstance(f, ast.Name) and f.id in banned_calls:
+                    wrong.append(f"{path}:{node.lineno}: calls {f.id}")
+                if isinstance(f, ast.Attribute) and f.attr in {"send_pyobj", "recv_pyobj"}:
+                    wrong.append(f"{path}:{node.lineno}: calls {f.attr}")
+                if isinstance(f, ast.Attribute) and f.attr == "load" and isinstance(f.value, ast.Name) and f.value.id == "torch":
+                    wrong.append(f"{path}:{node.lineno}: calls torch.load")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_config_reads_the_environment_and_argv() -> None:
+    """`runtime/config.py` is the one reader of os.environ in the runtime; the kernel build reads its own cache and compiler variables."""
+    allowed = {"runtime/config.py", "kernels/build.py", "runtime/cli.py"}
+    wrong = []
+    for path in (p for layer in LAYERS for p in sources(layer)):
+        name = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                pair = (node.value.id, node.attr)
+                if pair in {("os", "environ"), ("os", "getenv"), ("sys", "argv")} and name not in allowed:
+                    wrong.append(f"{name}:{node.lineno}: {'.'.join(pair)}")
+    assert not wrong, "\n".join(wrong)
