@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from support.tokenizers import TokenizerFiles, byte_bpe_tokenizer, puppet_tokenizer
 
 Tensors = dict[str, NDArray[np.float32]]
@@ -123,7 +122,9 @@ def random_llama_tensors(config: Mapping[str, Any], *, seed: int = 0) -> Tensors
         for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
             tensors[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden, 2.0 if part != "v" else 1.0)
             if bias:
-                tensors[f"{prefix}self_attn.{part}_proj.bias"] = rng.standard_normal(rows).astype(np.float32) * np.float32(0.3)
+                tensors[f"{prefix}self_attn.{part}_proj.bias"] = rng.standard_normal(rows).astype(
+                    np.float32
+                ) * np.float32(0.3)
         if config["model_type"] == "qwen3":
             tensors[prefix + "self_attn.q_norm.weight"] = norm(dim)
             tensors[prefix + "self_attn.k_norm.weight"] = norm(dim)

@@ -107,7 +107,9 @@ def byte_bpe_tokenizer(
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
         )
-    files = TokenizerFiles(tokenizer, _config(bos="<|endoftext|>", eos="<|im_end|>", template=template, add_bos=add_bos))
+    files = TokenizerFiles(
+        tokenizer, _config(bos="<|endoftext|>", eos="<|im_end|>", template=template, add_bos=add_bos)
+    )
     assert files.vocab_size == vocab_size, f"the corpus yields only {files.vocab_size} tokens of {vocab_size}"
     return files
 
@@ -175,7 +177,9 @@ def puppet_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(DUPLICATE, ""), decoders.ByteLevel()])
     tokenizer.add_special_tokens(_special(special))
-    return TokenizerFiles(tokenizer, _config(bos="<|endoftext|>", eos="<|im_end|>", template=template, add_bos=False)), ids
+    return TokenizerFiles(
+        tokenizer, _config(bos="<|endoftext|>", eos="<|im_end|>", template=template, add_bos=False)
+    ), ids
 
 
 def byte_alphabet() -> list[str]:
