@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,10 @@ def make_tiny_llama(
     tokenizer: TokenizerFiles | None = None,
     **config: Any,
 ) -> Path:
-    """R-tiny: a random Llama-type model in `path` (created), with a byte-level BPE tokenizer. Extra arguments go into config.json."""
+    """R-tiny: a random Llama-type model in `path` (created), with a byte-level BPE tokenizer.
+
+    Extra arguments go into config.json.
+    """
     path = Path(path)
     tokenizer = tokenizer or byte_bpe_tokenizer(min(vocab, 512))
     tokenizer.save(path)
@@ -209,7 +213,7 @@ def make_puppet(
     tokenizer, ids = puppet_tokenizer(script, vocab_size=vocab_size, **keywords)
     if not loop:
         ids = [*ids, tokenizer.eos_id]
-    follow = dict.fromkeys(range(tokenizer.vocab_size), ids[0]) | dict(zip(ids, ids[1:]))
+    follow = dict.fromkeys(range(tokenizer.vocab_size), ids[0]) | dict(pairwise(ids))
     follow[ids[-1]] = ids[0]
     return Puppet(make_puppet_map(path, follow, tokenizer, context=context), ids, tokenizer)
 

@@ -30,9 +30,11 @@ CORPUS = (
     "The quick brown fox jumps over the lazy dog. How many apples does she have left after the market? "
     "A branch shares the pages of its parent; the first write copies one page. She said: it's fine, we'll see. "
     "Once upon a time there was a river that left its bed and came back to it further down the valley. "
-    "Think step by step. The answer is 42. Let us count again: one, two, three, four, five, six, seven, eight, nine, ten. "
+    "Think step by step. The answer is 42. Let us count again: one, two, three, four, five, six, seven, eight, nine, "
+    "ten. "
     "def main(): return {'name': 'value', 'list': [1, 2, 3], 'flag': true, 'text': \"a b c\"} # comment\n"
-    "Question: what is the capital of France?\nAnswer: the capital of France is Paris, and the river there is the Seine.\n"
+    "Question: what is the capital of France?\n"
+    "Answer: the capital of France is Paris, and the river there is the Seine.\n"
     "Über den Fluß führt eine alte Brücke. Où est la bibliothèque? El niño comió una manzana.\n"
 )
 
@@ -88,7 +90,7 @@ def _config(*, bos: str | None, eos: str, template: str | None, add_bos: bool) -
 def byte_bpe_tokenizer(
     vocab_size: int = 512, *, template: str | None = CHATML, add_bos: bool = False, corpus: str = CORPUS
 ) -> TokenizerFiles:
-    """Byte-level BPE like GPT-2's and SmolLM's: ids 0, 1, 2 are <|endoftext|>, <|im_start|>, <|im_end|>; then bytes and merges.
+    """Byte-level BPE like GPT-2's and SmolLM's: ids 0, 1, 2 are <|endoftext|>, <|im_start|>, <|im_end|>, then bytes.
 
     With `add_bos` its post-processor puts <|endoftext|> first, as Llama 3's does.
     """
@@ -119,7 +121,7 @@ def sentencepiece_style_tokenizer(
 ) -> TokenizerFiles:
     """SentencePiece BPE like Llama 2's: <unk> <s> </s>, 256 byte-fallback tokens, then pieces with the space mark.
 
-    `legacy` True: the normalizer prepends and replaces spaces (Llama 2). False: a Metaspace pre-tokenizer does (Mistral, Gemma style).
+    `legacy` True: the normalizer prepends and replaces spaces (Llama 2). False: a Metaspace pre-tokenizer does.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=True)
@@ -127,7 +129,7 @@ def sentencepiece_style_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=_special(["<unk>", "<s>", "</s>"]) + fallback, show_progress=False
     )
-    tokenizer.train_from_iterator([corpus_line for corpus_line in CORPUS.split("\n")], trainer)
+    tokenizer.train_from_iterator(CORPUS.split("\n"), trainer)
     tokenizer = _without_added(tokenizer, set(fallback))
     if legacy:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -142,7 +144,7 @@ def sentencepiece_style_tokenizer(
 
 
 def _without_added(tokenizer: tokenizers.Tokenizer, names: set[str]) -> tokenizers.Tokenizer:
-    """The trainer makes its special tokens 'added' ones; byte-fallback tokens are ordinary entries of the vocabulary."""
+    """The trainer makes its special tokens 'added' ones; byte-fallback tokens are ordinary vocabulary entries."""
     spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in names]
     return tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -183,7 +185,7 @@ def puppet_tokenizer(
 
 
 def byte_alphabet() -> list[str]:
-    """The printable stand-in of each byte in byte-level BPE vocabularies: itself where printable, else from U+0100 up."""
+    """The stand-in of each byte in byte-level BPE vocabularies: itself where printable, else from U+0100 up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     extra = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(extra)) for byte in range(256)]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Never
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class Checkpoint:
         return LoadReport(self.path, tuple(self._taken.values()), tuple(ignored))
 
     def _repeats_embedding(self, name: str) -> bool:
-        """Whether it is an lm_head that a config with tied embeddings makes redundant; a different one would be dropped silently."""
+        """Whether it is an lm_head that tied embeddings make redundant; a different one must not just be dropped."""
         if name != "lm_head.weight" or not self.config.tie_embeddings:
             return False
         head, embedding = self.tensors[name], self.tensors["model.embed_tokens.weight"]
@@ -118,7 +119,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or holds as its only weights; None if it is a safetensors directory. Raises CheckpointError."""
+    """The GGUF file that `path` is, or holds as its only weights; None if it is a safetensors directory.
+
+    Raises CheckpointError.
+    """
     if not path.is_dir():
         return path if path.suffix == ".gguf" else None
     names = sorted(entry.name for entry in path.iterdir())
@@ -197,12 +201,15 @@ def _refuse_missing_shards(index_path: Path, files: list[object]) -> None:
         refuse(index_path, f"{len(missing)} of {len(files)} shards are missing: {'; '.join(missing[:8])}")
 
 
-def _refuse_pickles(directory: Path, names: list[str]) -> None:
+def _refuse_pickles(directory: Path, names: list[str]) -> Never:
+    convert = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"[x.from_pretrained('{directory}').save_pretrained('{directory}-safetensors') for x in (M, T)]"
+    )
     refuse(
         directory,
-        f"holds weights only as {', '.join(names[:3])}: such files are programs that run when they are loaded, and are never opened here. "
-        'If you trust where they come from, convert them once: python -c "from transformers import AutoModelForCausalLM as M, '
-        f"AutoTokenizer as T; [x.from_pretrained('{directory}').save_pretrained('{directory}-safetensors') for x in (M, T)]\"",
+        f"holds weights only as {', '.join(names[:3])}: such files are programs that run when they are loaded, "
+        f'and are never opened here. If you trust where they come from, convert them once: python -c "{convert}"',
     )
 
 

@@ -21,7 +21,7 @@ _CLASSES = {
 MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_CONTEXT = 1 << 22, 1 << 20, 1024, 1024, 1024, 1 << 26
 MAX_EOS = 64
 
-# Fields of neighbouring architectures that change what is computed: any value but these means a model that we do not implement.
+# Fields of neighbouring architectures that change what is computed. Any value but these: a model that we do not have.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "compression_config": (),
@@ -65,8 +65,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class ModelConfig:
     """All that a model file needs to know to build the model. Lengths are in tokens; widths in values.
 
-    Rows of q are num_heads * head_dim, of k and v num_kv_heads * head_dim. `qkv_bias`, `output_bias`, `mlp_bias` say which projections
-    have one. `qk_norm`: an RMS norm over each head of q and k before rotation (Qwen3).
+    q has num_heads * head_dim rows, k and v num_kv_heads * head_dim each. `qkv_bias`, `output_bias` (of o_proj) and
+    `mlp_bias` say which projections have one. `qk_norm`: an RMS norm over each head of q and k before rotation (Qwen3).
     """
 
     family: Family
@@ -96,7 +96,10 @@ class ModelConfig:
 
 
 def config_from_json(path: Path, values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The config in a parsed config.json, end-of-sequence ids also from generation_config.json. Raises CheckpointError."""
+    """The config in a parsed config.json; end-of-sequence ids also from generation_config.json.
+
+    Raises CheckpointError.
+    """
     f = Fields(path, values)
     family = _family(f)
     _refuse_other_mathematics(f)
@@ -149,7 +152,7 @@ def _family(f: Fields) -> Family:
         _refuse_architecture(f.path, model_type)
     if isinstance(named, list) and named and _CLASSES[named[0]] != model_type:
         f.refuse("architectures", f"is {shown(named)}, but model_type is {model_type!r}")
-    return model_type  # type: ignore[no-any-return]
+    return model_type
 
 
 def _refuse_architecture(path: Path, name: object) -> None:
@@ -240,11 +243,11 @@ def _rope_from_json(f: Fields, context: int) -> tuple[float, RopeScaling, int]:
         case _:
             return section.refuse(
                 "rope_type", f"is {shown(kind)}; supported are default, linear, dynamic, llama3, yarn"
-            )  # type: ignore[no-any-return]
+            )
 
 
 def _factor(section: Fields) -> float:
-    return section.number("factor", 1.0, 1e4)  # type: ignore[no-any-return]
+    return section.number("factor", 1.0, 1e4)
 
 
 def _yarn(section: Fields, factor: float, original: int) -> RopeScaling:
@@ -290,7 +293,7 @@ _GGUF_OTHER_MATHEMATICS: dict[str, tuple[Any, ...]] = {
 def config_from_gguf(
     path: Path, metadata: Mapping[str, Any], *, vocab_size: int, tensor_names: frozenset[str]
 ) -> ModelConfig:
-    """The config in GGUF metadata. `vocab_size` is the embedding's rows; whether there is a bias or an lm_head, the tensors say.
+    """The config in GGUF metadata. `vocab_size` is the embedding's rows; which biases there are, the tensors say.
 
     Raises CheckpointError.
     """

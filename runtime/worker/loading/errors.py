@@ -8,7 +8,7 @@ from anabranch.runtime.errors import AnabranchError
 
 
 class CheckpointError(AnabranchError, ValueError):
-    """A model's files are missing, damaged, hostile or not supported. Names the file, the field, the value and the limit."""
+    """A model's files are missing, damaged, hostile or not supported. Names file, field, value and limit."""
 
 
 def refuse(path: str | PathLike[str], problem: str) -> Never:

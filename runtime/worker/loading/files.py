@@ -43,7 +43,7 @@ def looks_like(head: bytes) -> str | None:
 
 def _open(path: Path) -> BinaryIO:
     """Open a regular file to read; a pipe or device is refused, not waited for."""
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         refuse(path, "is not a regular file")
@@ -65,7 +65,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def inside(directory: Path, name: object) -> Path:
-    """The path of file `name`, which is one plain name, spelled exactly as on disk, and not a link that leads elsewhere.
+    """The path of file `name`: one plain name, spelled as on disk, and no link that leads elsewhere.
 
     A link is followed only into the directory itself or into the `blobs` folder of the cache it is a snapshot of.
     Raises CheckpointError.

@@ -1,4 +1,6 @@
-"""GGUF, versions 2 and 3: typed metadata, a table of tensors, aligned data. Every count is checked against the bytes that are left.
+"""GGUF, versions 2 and 3: typed metadata, a table of tensors, aligned data.
+
+Every count is checked against the bytes that are left before anything is read or allocated.
 
 Source: the GGUF specification (ggml `docs/gguf.md`).
 """
@@ -38,7 +40,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata as plain Python values (arrays of numbers as read-only numpy views), and the tensors under the file's own names."""
+    """Metadata as plain Python values (arrays of numbers: numpy views); tensors under the file's own names."""
 
     path: Path
     version: int
@@ -50,7 +52,7 @@ class _Cursor:
     """Reads forward through the file; never past its end."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
-        self.path, self.data, self.at, self.size = path, memoryview(data), 0, len(data)
+        self.path, self.data, self.at, self.size = path, data.data, 0, len(data)
         self.field = "the header"
 
     @property
@@ -243,7 +245,7 @@ def _entry(cursor: _Cursor, alignment: int) -> _Entry:
         num_bytes *= size
     if num_bytes > cursor.size or begin > cursor.size - num_bytes:
         cursor.refuse(
-            f"with shape {shown(sizes[::-1])} at offset {begin} takes {shown(num_bytes)} bytes; the file has {cursor.size}"
+            f"of shape {shown(sizes[::-1])} at offset {begin} takes {shown(num_bytes)} bytes, the file {cursor.size}"
         )
     if begin % alignment:
         cursor.refuse(f"begins at offset {begin}, which is not a multiple of the alignment {alignment}")

@@ -1,7 +1,8 @@
 """GGUF tensors under their Hugging Face names, and q/k rows back in half-split rotary order.
 
-llama.cpp's converter reorders the rows of q and k of the "llama" architecture so that a rotary pair is adjacent (2i, 2i + 1). We compute with
-Hugging Face's order, in which pair i is (i, i + head_dim / 2). Rows are whole blocks, so raw rows move without being decoded.
+llama.cpp's converter reorders the rows of q and k of the "llama" architecture so that a rotary pair is adjacent
+(2i, 2i + 1). We compute with Hugging Face's order, in which pair i is (i, i + head_dim / 2). Rows are whole blocks, so
+raw rows move without being decoded.
 """
 
 import re
@@ -38,7 +39,7 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+)\.(weight|bias)")
 
 
 def canonical_name(path: Path, name: str) -> str:
-    """The Hugging Face name of a tensor of a Llama-family GGUF file. Raises CheckpointError for a tensor that such models do not have."""
+    """The Hugging Face name of a tensor of a Llama-family GGUF file. Raises CheckpointError for any other tensor."""
     if name in _WHOLE:
         return _WHOLE[name]
     found = _LAYER.fullmatch(name)
@@ -54,7 +55,7 @@ def half_split_rows(num_rows: int, head_dim: int) -> NDArray[np.intp]:
 
 
 class CanonicalTensors(Mapping[str, RawTensor]):
-    """A GGUF file's tensors by Hugging Face name. q and k of the llama architecture are reordered (copied) when they are read."""
+    """A GGUF file's tensors by Hugging Face name. q and k of "llama" are reordered (copied) when they are read."""
 
     def __init__(self, path: Path, tensors: Mapping[str, RawTensor], *, reordered_head_dim: int | None) -> None:
         self._tensors = {canonical_name(path, name): raw for name, raw in tensors.items()}

@@ -1,6 +1,7 @@
 """Rotary frequencies for each published scaling of context length.
 
-Formulas: Su et al. 2021 (RoPE); Chen et al. 2023 (linear); Peng et al. 2023 (YaRN); Llama 3.1 (llama3), as transformers computes them.
+Source: Su et al. 2021 (RoPE); Chen et al. 2023 (linear); Peng et al. 2023 (YaRN); Llama 3.1 (llama3), as transformers
+computes them.
 """
 
 import math
@@ -17,7 +18,7 @@ Floats = NDArray[np.float64]
 class RopeScaling:
     """How rotary frequencies are stretched. Fields that a kind does not use keep their defaults.
 
-    "dynamic" (NTK by length) changes nothing up to `original_context`, and nothing longer is served, so it computes as "none".
+    "dynamic" (NTK by length) changes nothing up to `original_context`, and nothing longer is served: it equals "none".
     "factors" divides each base frequency by a number of its own (`rope_freqs` of a GGUF file).
     """
 
@@ -59,7 +60,7 @@ def _llama3(base: Floats, s: RopeScaling) -> Floats:
 
 
 def _yarn(base: Floats, head_dim: int, theta: float, s: RopeScaling) -> Floats:
-    """As llama3, but the blend is linear in the index of the pair, between those that turn beta_fast and beta_slow times."""
+    """As llama3, but blended linearly in the index of the pair, from what turns beta_fast times to beta_slow."""
 
     def index_of(turns: float) -> float:
         return head_dim * math.log(s.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,4 +1,4 @@
-"""safetensors: a JSON table of contents before one block of bytes. Ours, because every number in it is checked before it is used."""
+"""safetensors: a JSON table of contents before one block of bytes; every number is checked before it is used."""
 
 import re
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def read_safetensors(path: Path) -> dict[str, RawTensor]:
     """Every tensor of a file, mapped, none copied.
 
     The whole header is validated first: sizes against the file, ranges that tile the data exactly, one entry per name.
-    Tensors of a dtype that is no weight's (integers, FP8) appear with their dtype as format, so that taking one can name it.
+    Tensors of a dtype that no weight has (integers, FP8) keep it as their format, so that taking one can name it.
     Raises CheckpointError.
     """
     data = map_file(path)
@@ -60,7 +60,7 @@ def _table(path: Path, data: NDArray[np.uint8]) -> tuple[list[Entry], int]:
     if length > MAX_HEADER_BYTES:
         refuse(
             path,
-            f"header length {length} is over the limit of {MAX_HEADER_BYTES} bytes; not a safetensors file, or a damaged one",
+            f"header length {length} is over the limit of {MAX_HEADER_BYTES} bytes; this is no safetensors file",
         )
     if not 2 <= length <= size - 8:
         refuse(path, f"header length {length} does not fit the file of {size} bytes; the download may be incomplete")
@@ -76,7 +76,7 @@ def _table(path: Path, data: NDArray[np.uint8]) -> tuple[list[Entry], int]:
 
 
 def _refuse_bracket_bomb(path: Path, text: bytes) -> None:
-    """A table entry takes over 50 bytes for its three brackets; a header of brackets would cost 30 times its size to parse."""
+    """An entry takes over 50 bytes for its three brackets; a header of brackets would cost 30 times its size."""
     brackets = text.count(b"[") + text.count(b"{")
     if brackets > 64 + len(text) // 10:
         refuse(path, f"the header has {brackets} opening brackets in {len(text)} bytes; it is no table of tensors")
@@ -102,7 +102,7 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
     if end - begin != need:
         refuse(
             path,
-            f"{label}: {dtype} {shown(shape)} takes {shown(need)} bytes, data_offsets {shown(offsets)} hold {shown(end - begin)}",
+            f"{label}: {dtype} {shown(shape)} takes {shown(need)} bytes, data_offsets hold {shown(end - begin)}",
         )
     return Entry(name, dtype, tuple(shape), begin, end)
 
@@ -114,7 +114,7 @@ def _check_tiling(path: Path, entries: list[Entry], size: int) -> None:
         if entry.end > size:
             refuse(
                 path,
-                f"tensor {shown(entry.name)}: ends at byte {shown(entry.end)} of {size} data bytes; the download may be incomplete",
+                f"tensor {shown(entry.name)}: ends at byte {shown(entry.end)} of {size}; the file is incomplete",
             )
         if entry.begin != at:
             fault = "overlaps" if entry.begin < at else f"leaves {entry.begin - at} unused bytes after"
