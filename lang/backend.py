@@ -104,6 +104,7 @@ class TokenSpan:
     start: int
     stop: int
     origin: Literal["cached", "computed", "generated", "forced", "pending"]
+    text: str = ""  # the span's text, control tokens included; "" when the runtime does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class Explanation:
     cached_now: int
     spans: tuple[TokenSpan, ...]
     miss: str = ""
+    text: str = ""  # the branch's text as the model sees it, template and control tokens included; "" if not told
 
 
 Method = Literal["token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized", "sum"]
