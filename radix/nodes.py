@@ -1,0 +1,103 @@
+"""Tree nodes as columns: a node is an index, and each of its fields one entry of a flat array.
+
+A Python object per node would cost several hundred bytes and a visit by each garbage collection. The columns cost about
+sixty bytes a node and none of them is seen by the collector. Freed ids are reused; `generation` tells a reused id apart.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+NONE = -1
+FIRST_CAPACITY = 64
+
+
+class Nodes:
+    """The columns. Everything is by node id; `alloc` gives a cleared node, `free` takes it back."""
+
+    __slots__ = (
+        "_free",
+        "_used",
+        "end",
+        "frozen",
+        "generation",
+        "idle",
+        "leased_children",
+        "leases",
+        "locked_children",
+        "locks",
+        "next",
+        "num_children",
+        "pages",
+        "parent",
+        "previous",
+        "queue_class",
+        "queue_key",
+        "shares_first",
+        "start",
+        "uses",
+    )
+
+    def __init__(self) -> None:
+        self.parent = array("i")  # NONE for a root
+        self.start = array("i")  # first path position of the edge; equals the parent's end
+        self.end = array("i")  # one past its last
+        self.num_children = array("i")
+        self.locks = array("i")  # attached branches that end here, and copies in flight from here
+        self.locked_children = array("i")  # children that are protected by locks
+        self.leases = array("i")
+        self.leased_children = array("i")
+        self.idle = array("i")  # open branches that are not attached and last ended here: a hint, not a hold
+        self.generation = array("i")  # grows each time the id is freed
+        self.previous = array("i")  # neighbours in the eviction order; `next` is NONE while not in it
+        self.next = array("i")
+        self.queue_key = array("d")
+        self.queue_class = array("b")
+        self.shares_first = array("b")  # 1: an ancestor holds the first page too (the edge begins inside it)
+        self.frozen = array("b")  # 1: lost part of its tail, so it must never grow again (see RadixTree.extend)
+        self.uses = array("B")  # how often a branch ended here or forked off here, saturating
+        self.pages: list[bytes] = []  # int32 page ids of the edge, in order
+        self._free = array("i")
+        self._used = 0  # ids below this have been handed out at least once
+
+    def __len__(self) -> int:
+        """Nodes in use."""
+        return self._used - len(self._free)
+
+    def alloc(self) -> int:
+        """The id of a cleared node."""
+        if self._free:
+            return self._free.pop()
+        if self._used == len(self.parent):
+            self._grow()
+        self._used += 1
+        return self._used - 1
+
+    def free(self, node: int) -> None:
+        """Clear the node and let its id be used again."""
+        assert self.next[node] == NONE, f"node {node} is freed while it is in the eviction order"
+        self.generation[node] += 1
+        self.pages[node] = b""
+        self.parent[node] = NONE
+        self.end[node] = self.start[node] = 0
+        self.num_children[node] = self.idle[node] = 0
+        self.uses[node] = self.shares_first[node] = self.frozen[node] = 0
+        self._free.append(node)
+
+    def ids(self) -> list[int]:
+        """All nodes in use, ascending. Walks every column entry: for checks and dumps."""
+        unused = set(self._free)
+        return [node for node in range(self._used) if node not in unused]
+
+    def _grow(self) -> None:
+        capacity = len(self.parent)
+        more = max(FIRST_CAPACITY, capacity // 4)
+        for name in self.__slots__:
+            column = getattr(self, name)
+            if name in ("_free", "_used"):
+                continue
+            if name == "pages":
+                column.extend([b""] * more)
+            else:
+                blank = NONE if name in ("next", "previous", "parent") else 0
+                column.extend(array(column.typecode, [blank]) * more)
