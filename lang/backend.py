@@ -124,9 +124,7 @@ class BackendBranch(Protocol):
 
     def append(self, segments: Sequence[Segment]) -> None: ...
 
-    def generate(
-        self, sampling: Sampling, on_text: Callable[[str], None] | None = None
-    ) -> "Future[Generation]":
+    def generate(self, sampling: Sampling, on_text: Callable[[str], None] | None = None) -> "Future[Generation]":
         """`on_text` is called with each new piece of settled text, from the runtime's thread, in order, before the future is done.
 
         Cancelling the future cancels the operation in the runtime.
@@ -135,7 +133,9 @@ class BackendBranch(Protocol):
 
     def prefill(self) -> "Future[dict[str, Any]]": ...
 
-    def score(self, choices: Sequence[str], method: Method, *, append: bool = True, timeout: float | None = None) -> "Future[Scores]": ...
+    def score(
+        self, choices: Sequence[str], method: Method, *, append: bool = True, timeout: float | None = None
+    ) -> "Future[Scores]": ...
 
     def fork(self, n: int) -> "list[BackendBranch]": ...
 
@@ -167,7 +167,9 @@ class BackendBranch(Protocol):
 
 
 class Backend(Protocol):
-    def open(self, *, seed: int | None = None, salt: str = "", program: int = 0, priority: int = 0) -> BackendBranch: ...
+    def open(
+        self, *, seed: int | None = None, salt: str = "", program: int = 0, priority: int = 0
+    ) -> BackendBranch: ...
 
     def new_program(self) -> int:
         """A label for the operations of one program run: fair share and cancelling go by it."""

@@ -47,7 +47,9 @@ class TokenLengthNormalized(ChoicesSamplingMethod):
 
     backend_method = "token_length_normalized"
 
-    def __call__(self, *, choices: Sequence[str], normalized_prompt_logprobs: Sequence[float], **_: Any) -> ChoicesDecision:  # type: ignore[override]
+    def __call__(
+        self, *, choices: Sequence[str], normalized_prompt_logprobs: Sequence[float], **_: Any
+    ) -> ChoicesDecision:  # type: ignore[override]
         return ChoicesDecision(choices[first_best(normalized_prompt_logprobs)])
 
 
@@ -56,7 +58,9 @@ class GreedyTokenSelection(ChoicesSamplingMethod):
 
     backend_method = "greedy_token_selection"
 
-    def __call__(self, *, choices: Sequence[str], input_token_logprobs: Sequence[Sequence[Any]], **_: Any) -> ChoicesDecision:  # type: ignore[override]
+    def __call__(
+        self, *, choices: Sequence[str], input_token_logprobs: Sequence[Sequence[Any]], **_: Any
+    ) -> ChoicesDecision:  # type: ignore[override]
         rows = [[entry[0] for entry in entries] for entries in input_token_logprobs]
         matrix = greedy_matrix(rows)
         return ChoicesDecision(choices[greedy_best(matrix)], {"greedy_logprob_matrix": matrix})
@@ -94,7 +98,9 @@ class Likelihood(ChoicesSamplingMethod):
 
     backend_method = "sum"
 
-    def __call__(self, *, choices: Sequence[str], input_token_logprobs: Sequence[Sequence[Any]], **_: Any) -> ChoicesDecision:  # type: ignore[override]
+    def __call__(
+        self, *, choices: Sequence[str], input_token_logprobs: Sequence[Sequence[Any]], **_: Any
+    ) -> ChoicesDecision:  # type: ignore[override]
         return ChoicesDecision(choices[first_best([sum(e[0] for e in entries) for entries in input_token_logprobs])])
 
 

@@ -10,6 +10,7 @@ ProgramError
 ├── UndefinedVariable    a name that the state does not have (also a KeyError)
 └── TypedValueError      generated text that is not a value of the asked type (also a ValueError)
 BranchErrors             several branches failed at a join; an ExceptionGroup
+BatchErrors              several items of a batch failed; an ExceptionGroup
 ```
 What the runtime refuses or loses arrives as the runtime's own exception, unchanged: it is the first cause.
 Time limits raise the built-in `TimeoutError`.
@@ -83,3 +84,21 @@ class BranchErrors(ExceptionGroup):
 
     def derive(self, excs: Sequence[Any]) -> "BranchErrors":
         return BranchErrors(self.message, excs)
+
+
+class BatchErrors(ExceptionGroup):
+    """Failures of a batch run with on_error="raise". `results` holds everything, in order, failures included."""
+
+    results: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, failures: Sequence[Any], results: Sequence[Any]) -> "BatchErrors":
+        errors = [f.exception for f in failures if isinstance(f.exception, Exception)]
+        for failure in failures:
+            failure.exception.add_note(f"in item {failure.index} of the batch")
+        group = cls(f"{len(failures)} of {len(results)} items failed", errors)
+        group.results = tuple(results)
+        return group
+
+    def derive(self, excs: Sequence[Any]) -> "BatchErrors":
+        return BatchErrors(self.message, excs)

@@ -13,7 +13,26 @@ VOCAB_SIZE = 1 << 31
 _WORD = re.compile(r"<\|\w+\|>|\s*\w+|\s*[^\w\s]|\s+")
 _pieces: dict[int, str] = {}
 
-WORDS = "a the river branch flows joins again near old stone bridge under light rain with green reeds and".split()
+WORDS = [
+    "a",
+    "the",
+    "river",
+    "branch",
+    "flows",
+    "joins",
+    "again",
+    "near",
+    "old",
+    "stone",
+    "bridge",
+    "under",
+    "light",
+    "rain",
+    "with",
+    "green",
+    "reeds",
+    "and",
+]
 
 
 def tokenize(text: str) -> list[str]:

@@ -5,12 +5,11 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, overload
 
 from anabranch.lang.backend import Backend
-from anabranch.lang.errors import ProgramError
-from anabranch.lang.options import Options, take_options
+from anabranch.lang.options import take_options
 from anabranch.lang.program import Program, as_backend, current_program, default_backend
 from anabranch.lang.state import State
 
@@ -23,9 +22,18 @@ class Function:
     A parameter of the program's own wins over an option of the same name.
     """
 
-    def __init__(self, func: Callable[..., Any], *, num_api_spec_tokens: int | None = None, bound: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        *,
+        num_api_spec_tokens: int | None = None,
+        bound: Mapping[str, Any] | None = None,
+    ) -> None:
         parameters = list(inspect.signature(func).parameters.values())
-        if not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+        if not parameters or parameters[0].kind not in (
+            parameters[0].POSITIONAL_ONLY,
+            parameters[0].POSITIONAL_OR_KEYWORD,
+        ):
             raise TypeError(f"a program's first parameter is its state; {func.__name__} has none")
         self.func = func
         self.num_api_spec_tokens = num_api_spec_tokens  # SGLang's, accepted: drafting belongs to the runtime here
@@ -41,11 +49,15 @@ class Function:
     def bind(self, **kwargs: Any) -> "Function":
         """The same program with some arguments given."""
         if unknown := [k for k in kwargs if k not in self.arg_names and not self._open_ended]:
-            raise TypeError(f"{self.__name__} has no parameter {unknown[0]!r}; it has: {', '.join(self.arg_names) or 'none'}")
+            raise TypeError(
+                f"{self.__name__} has no parameter {unknown[0]!r}; it has: {', '.join(self.arg_names) or 'none'}"
+            )
         bound = {**self.bind_arguments, **kwargs}
         return Function(self.func, num_api_spec_tokens=self.num_api_spec_tokens, bound=bound)
 
-    def run(self, *args: Any, backend: Any = None, stream: bool = False, use_thread: bool = True, **kwargs: Any) -> State:
+    def run(
+        self, *args: Any, backend: Any = None, stream: bool = False, use_thread: bool = True, **kwargs: Any
+    ) -> State:
         """Run the program and wait until everything it generated is done. Raises the first cause of failure.
 
         Options: every one of `gen`'s sampling options as a default for the whole program (`max_new_tokens` or `max_tokens` 128,
@@ -213,7 +225,9 @@ class Function:
                 program.finish()
 
         context = contextvars.copy_context()
-        program.thread = threading.Thread(target=context.run, args=(work,), name=f"anabranch-{self.__name__}", daemon=True)
+        program.thread = threading.Thread(
+            target=context.run, args=(work,), name=f"anabranch-{self.__name__}", daemon=True
+        )
         program.thread.start()
 
     def __repr__(self) -> str:
@@ -232,7 +246,9 @@ def _settle(state: State) -> None:
 
 
 def open_state(program: Program) -> State:
-    branch = program.backend.open(seed=program.seed, salt=program.salt, program=program.label, priority=program.priority)
+    branch = program.backend.open(
+        seed=program.seed, salt=program.salt, program=program.label, priority=program.priority
+    )
     return State(program, branch, program.root)
 
 
@@ -278,5 +294,3 @@ def run_coroutine(work: Coroutine[Any, Any, Any], program: Program) -> Any:
     if errors:
         raise errors[0]
     return results[0]
-
-

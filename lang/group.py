@@ -53,7 +53,9 @@ class Group:
     def __iadd__(self, other: Any) -> "Group":
         if isinstance(other, list | tuple):
             if len(other) != len(self.states):
-                raise ValueError(f"a list added to {len(self.states)} branches must have as many items, got {len(other)}")
+                raise ValueError(
+                    f"a list added to {len(self.states)} branches must have as many items, got {len(other)}"
+                )
             for state, item in zip(self.states, other, strict=True):
                 if state._failure is None:
                     state += item
@@ -162,7 +164,13 @@ class Group:
         for state in self.states:
             for node in log.path(state._tail, state._fork_node):
                 parent._append(
-                    node.kind, text=node.text, name=node.name, role=node.role, future=node.future, read=node.read, stream=node.stream
+                    node.kind,
+                    text=node.text,
+                    name=node.name,
+                    role=node.role,
+                    future=node.future,
+                    read=node.read,
+                    stream=node.stream,
                 )
 
     def drop(self) -> None:
@@ -193,6 +201,11 @@ class Group:
             for _, error in failures:
                 self.parent._program.met(error)
             raise BranchErrors.of(failures, len(self.states))
+
+    def _repr_html_(self) -> str:
+        from anabranch.lang.display import group_html
+
+        return group_html(self)
 
     def __repr__(self) -> str:
         return f"<Group of {len(self.states)}: {self.states!r}>"

@@ -92,7 +92,9 @@ def as_expr(value: Any) -> Expr:
 
 
 def chain(left: Expr, right: Expr) -> Chain:
-    parts = (left.parts if isinstance(left, Chain) else (left,)) + (right.parts if isinstance(right, Chain) else (right,))
+    parts = (left.parts if isinstance(left, Chain) else (left,)) + (
+        right.parts if isinstance(right, Chain) else (right,)
+    )
     return Chain(parts)
 
 

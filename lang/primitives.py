@@ -79,12 +79,16 @@ def gen(
     return Gen(name, options, constraint, spec)
 
 
-def gen_int(name: str | None = None, max_tokens: int | None = None, n: int | None = None, *args: Any, **kwargs: Any) -> Expr:
+def gen_int(
+    name: str | None = None, max_tokens: int | None = None, n: int | None = None, *args: Any, **kwargs: Any
+) -> Expr:
     """`gen(dtype=int)`: digits, as a string. `gen(type=int)` gives an int."""
     return gen(name, max_tokens, None, n, *args, dtype=int, **kwargs)
 
 
-def gen_string(name: str | None = None, max_tokens: int | None = None, n: int | None = None, *args: Any, **kwargs: Any) -> Expr:
+def gen_string(
+    name: str | None = None, max_tokens: int | None = None, n: int | None = None, *args: Any, **kwargs: Any
+) -> Expr:
     """`gen(dtype=str)`: a string in double quotes."""
     return gen(name, max_tokens, None, n, *args, dtype=str, **kwargs)
 
@@ -107,10 +111,14 @@ def select(
     if bad := [c for c in choices if not isinstance(c, str) or not c]:
         raise ValueError(f"every choice must be a string that is not empty, got {bad[0]!r}")
     if temperature > 1e-5:
-        raise Unsupported(f"select decides by score, temperature must be 0, got {temperature}; to sample a choice use gen(type=Literal[...])")
+        raise Unsupported(
+            f"select decides by score, temperature must be 0, got {temperature}; to sample a choice use gen(type=Literal[...])"
+        )
     method = token_length_normalized if choices_method is None else choices_method
     if not isinstance(method, ChoicesSamplingMethod):
-        raise TypeError(f"choices_method must be a ChoicesSamplingMethod such as token_length_normalized, got {method!r}")
+        raise TypeError(
+            f"choices_method must be a ChoicesSamplingMethod such as token_length_normalized, got {method!r}"
+        )
     return Select(name, tuple(choices), method, timeout)
 
 
@@ -174,7 +182,9 @@ def video(path: str, num_frames: int) -> NoReturn:
 def _constraint(**said: Any) -> tuple[Constraint | None, TypeSpec | None]:
     given = {key: value for key, value in said.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"a gen takes one of regex, json_schema, ebnf, lark, dtype, type, schema; got {' and '.join(given)}")
+        raise ValueError(
+            f"a gen takes one of regex, json_schema, ebnf, lark, dtype, type, schema; got {' and '.join(given)}"
+        )
     for key, value in given.items():
         match key:
             case "json_schema":

@@ -97,7 +97,7 @@ class Program:
         self.timeout = timeout
         self.label = backend.new_program()
         self.root = BranchRecord(label=name)
-        self.states: weakref.WeakSet[State] = weakref.WeakSet()
+        self._states: dict[int, weakref.ref[State]] = {}
         self.started: list[State] = []  # states of programs that this one started and that nobody has waited for
         self.news = News() if stream else None
         self.thread: threading.Thread | None = None
@@ -110,6 +110,17 @@ class Program:
         self._lock = threading.Lock()
         self._seeds = itertools.count(1)
 
+    # ---------------------------------------------------------------- states
+
+    def add_state(self, state: "State") -> None:
+        key, states = state._record.id, self._states
+        states[key] = weakref.ref(state, lambda _: states.pop(key, None))
+
+    def open_states(self) -> "list[State]":
+        """The states of this run that are alive and open, oldest first."""
+        alive = [ref() for ref in list(self._states.values())]
+        return [s for s in alive if s is not None and not s.closed]
+
     # ---------------------------------------------------------------- operations
 
     def limit(self, options: Options) -> tuple[Options, float | None]:
@@ -121,7 +132,9 @@ class Program:
         timeout = min(limits)
         return (options if timeout == options.timeout else replace(options, timeout=timeout)), now + timeout
 
-    def track(self, record: BranchRecord, name: str, future: Future[Any], on_failure: Callable[[], None] | None) -> None:
+    def track(
+        self, record: BranchRecord, name: str, future: Future[Any], on_failure: Callable[[], None] | None
+    ) -> None:
         op = Op(next(self._op_ids), name, record, future, on_failure)
         with self._lock:
             self._running[op.id] = op
@@ -163,7 +176,9 @@ class Program:
     def check_may_block(self, what: str) -> None:
         """An async program that blocks its own event loop would stop every other branch; say so instead."""
         if self.is_async and not self.finished and asyncio._get_running_loop() is not None:
-            raise WouldBlock(f"reading {what} here would block the event loop; await it first: await s.value(name), await s")
+            raise WouldBlock(
+                f"reading {what} here would block the event loop; await it first: await s.value(name), await s"
+            )
 
     # ---------------------------------------------------------------- failures of user code, kept until somebody meets them
 
@@ -191,7 +206,7 @@ class Program:
         """End everything this run does in the runtime, and release its branches. Idempotent."""
         self.error = self.error or error
         self.backend.cancel_program(self.label)
-        for state in list(self.states):
+        for state in self.open_states():
             state.close()
         for state in self.started:
             state._program.abort(error)

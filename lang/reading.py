@@ -51,7 +51,9 @@ def wait_for_end(state: "State", timeout: float | None) -> None:
 
 
 def _deadline(state: "State", timeout: float | None) -> float | None:
-    limits = [t for t in (state._program.deadline, None if timeout is None else time.monotonic() + timeout) if t is not None]
+    limits = [
+        t for t in (state._program.deadline, None if timeout is None else time.monotonic() + timeout) if t is not None
+    ]
     return min(limits) if limits else None
 
 
@@ -204,4 +206,3 @@ def _raise_failure(node: log.Node) -> None:
     assert node.future is not None
     if (error := failure(node.future, node.what())) is not None:
         raise error
-

@@ -40,10 +40,12 @@ class State:
 
     __slots__ = (
         "__weakref__", "_branch", "_failure", "_fork_mark", "_fork_node", "_generated", "_index", "_program", "_record",
-        "_tail", "_variables", "_why_closed", "children", "on_failure", "ret_value",
+        "_tail", "_variables", "_why_closed", "_held", "on_failure", "ret_value",
     )  # fmt: skip
 
-    def __init__(self, program: Program, branch: wire.BackendBranch, record: BranchRecord, parent: "State | None" = None) -> None:
+    def __init__(
+        self, program: Program, branch: wire.BackendBranch, record: BranchRecord, parent: "State | None" = None
+    ) -> None:
         self._program = program
         self._branch: wire.BackendBranch | None = branch
         self._record = record
@@ -55,11 +57,17 @@ class State:
         self._generated: dict[str, Pending] = {} if parent is None else dict(parent._generated)
         self._failure: Exception | None = None if parent is None else parent._failure
         self._why_closed = ""
-        self.children: list[weakref.ref[State]] = []
+        self._held: Any = None  # keeps the parent's branch until it has done what this one was forked from
         self.on_failure: Callable[[], None] | None = None
         self.ret_value: Any = None  # what the program's function returned
         record.state = weakref.ref(self)
-        program.states.add(self)
+        program.add_state(self)
+        if events.watched():
+            events.emit(
+                events.Event(
+                    "open", program.label, record.id, record.label or str(record.path), data={"path": record.path}
+                )
+            )
 
     # ---------------------------------------------------------------- adding
 
@@ -163,7 +171,7 @@ class State:
             futures[0].add_done_callback(stream.end)
         self._append("gen", name=gen.name, future=futures[0], read=meta.text_of_generation, stream=stream)
         finish = _value_reader(gen, many=width > 1)
-        value = Owned(futures, finish, what=what, deadline=deadline, keep=branch)
+        value = Owned(futures, finish, what=what, deadline=deadline, keep=self._keep())
         self._bind(gen.name, value)
         return value
 
@@ -181,14 +189,20 @@ class State:
             return select.choices[scores.best]
 
         self._append("select", name=select.name, future=future, read=read)
-        value = Owned([future], lambda results: read(results[0]), what=what, deadline=deadline, keep=branch)
+        value = Owned([future], lambda results: read(results[0]), what=what, deadline=deadline, keep=self._keep())
         self._bind(select.name, value)
         return value
 
-    def _select_by_own_rule(self, select: ir.Select, what: str, timeout: float | None, deadline: float | None) -> Pending:
+    def _select_by_own_rule(
+        self, select: ir.Select, what: str, timeout: float | None, deadline: float | None
+    ) -> Pending:
         """A rule that Python computes: measure, wait, decide, append. The one operation that blocks where it is added."""
         branch = self._require_open()
-        bare = self._measure_without_context(select.choices, timeout) if select.method.requires_unconditional_logprobs else None
+        bare = (
+            self._measure_without_context(select.choices, timeout)
+            if select.method.requires_unconditional_logprobs
+            else None
+        )
         future = branch.score(select.choices, "sum", append=False, timeout=timeout)
         self._track(select.name or "select", future)
         measured = Pending([future], lambda results: results[0], what=what, deadline=deadline)
@@ -201,11 +215,17 @@ class State:
 
     def _measure_without_context(self, choices: Sequence[str], timeout: float | None) -> wire.Scores:
         program = self._program
-        empty = program.backend.open(seed=program.seed, salt=program.salt, program=program.label, priority=program.priority)
+        empty = program.backend.open(
+            seed=program.seed, salt=program.salt, program=program.label, priority=program.priority
+        )
         try:
             return empty.score(choices, "sum", append=False, timeout=timeout).result()
         finally:
             empty.close()
+
+    def _keep(self) -> Any:
+        """What must live while this state's operations run, should the state itself be dropped meanwhile."""
+        return self._branch, self._held
 
     def _bind(self, name: str | None, value: Pending) -> None:
         if name is not None:
@@ -222,7 +242,7 @@ class State:
             def pick(_: list[Any]) -> str:
                 return split_reasoning(whole.result(), model_type)[index]
 
-            return Pending(whole.futures, pick, what=whole.what, deadline=whole.deadline, keep=self._branch)
+            return Pending(whole.futures, pick, what=whole.what, deadline=whole.deadline, keep=self._keep())
 
         self._variables[f"{name}_reasoning_content"] = part(0)
         self._variables[name] = part(1)
@@ -259,7 +279,9 @@ class State:
             raise ProgramError(f"the state was rolled back past the beginning of var_scope({name!r})")
         nodes = log.path(self._tail, begin)
         futures = [n.future for n in nodes if n.future is not None]
-        self._variables[name] = Pending(futures, lambda _: log.text_of(nodes), what=f"variable {name!r}", keep=self._branch)
+        self._variables[name] = Pending(
+            futures, lambda _: log.text_of(nodes), what=f"variable {name!r}", keep=self._branch
+        )
 
     # ---------------------------------------------------------------- reading
 
@@ -334,7 +356,7 @@ class State:
         return meta.token_ids(self._results(name)[0])
 
     def finish_reason(self, name: str) -> str:
-        """"stop", "length" or "abort"."""
+        """ "stop", "length" or "abort"."""
         return str(meta.meta_info(self._results(name)[:1], many=False)["finish_reason"]["type"])
 
     def text(self) -> str:
@@ -423,12 +445,21 @@ class State:
         branch = self._require_open()
         mark = branch.mark()
         records = self._record.fork(int(size))
-        states = [State(self._program, b, r, self) for b, r in zip(branch.fork(int(size)) if size else [], records, strict=True)]
+        states = [
+            State(self._program, b, r, self)
+            for b, r in zip(branch.fork(int(size)) if size else [], records, strict=True)
+        ]
         for state in states:
             state._fork_mark = mark
-        self.children = [ref for ref in self.children if ref() is not None] + [weakref.ref(s) for s in states]
+        running = [n.future for n in log.unsettled(self._tail) if n.future is not None and not n.future.done()]
+        if running:
+            held = Pending(running, lambda _: None, what="fork", keep=self._keep())
+            for state in states:
+                state._held = held
         if events.watched():
-            events.emit(events.Event("fork", self._program.label, self._record.id, data={"children": [r.id for r in records]}))
+            events.emit(
+                events.Event("fork", self._program.label, self._record.id, data={"children": [r.id for r in records]})
+            )
         return Group(states, self, cancel_siblings=cancel_siblings)
 
     @contextlib.contextmanager
@@ -467,7 +498,6 @@ class State:
     def _become(self, winner: "State") -> None:
         self._tail, self._failure = winner._tail, winner._failure
         self._variables, self._generated = dict(winner._variables), dict(winner._generated)
-        self.children = list(winner.children)
         self._record.length = max(self._record.length, winner._record.length)
         winner._forget("won", "it won a join: its parent has its tokens now")
 
@@ -477,16 +507,7 @@ class State:
         return self._program is other._program and len(theirs) > len(mine) and theirs[: len(mine)] == mine
 
     def _open_descendants(self) -> "list[State]":
-        found: list[State] = []
-        stack = [self]
-        while stack:
-            for ref in stack.pop().children:
-                child = ref()
-                if child is not None:
-                    stack.append(child)
-                    if child._branch is not None:
-                        found.append(child)
-        return found
+        return [s for s in self._program.open_states() if self.is_ancestor_of(s)]
 
     def mark(self) -> Mark:
         """Name this place, to roll back to."""
@@ -496,7 +517,9 @@ class State:
         """Undo what was added since `mark`: tokens, KV, grammar state and variables. Nothing is computed again."""
         branch = self._require_open()
         if not log.is_ancestor(mark.node, self._tail):
-            raise ProgramError("this mark is not on the state's path: it was made in another branch, or already rolled back past")
+            raise ProgramError(
+                "this mark is not on the state's path: it was made in another branch, or already rolled back past"
+            )
         branch.rollback(mark.id)
         self._tail = mark.node
         self._variables, self._generated = dict(mark.variables), dict(mark.generated)

@@ -56,7 +56,9 @@ def type_spec(kind: Any) -> TypeSpec:
     if kind is float:
         return TypeSpec(name, Constraint("regex", VALUE_FLOAT), float)
     if kind is bool:
-        return TypeSpec(name, Constraint("regex", VALUE_BOOL), lambda text: _one_of(text, {"true": True, "false": False}))
+        return TypeSpec(
+            name, Constraint("regex", VALUE_BOOL), lambda text: _one_of(text, {"true": True, "false": False})
+        )
     if kind is str:
         return TypeSpec(name, None, str)
     if isinstance(kind, Mapping | str):
@@ -111,7 +113,9 @@ def _schema(kind: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
         return kind.model_json_schema()  # type: ignore[no-any-return]
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
         return _object_schema(kind, inside)
-    raise Unsupported(f"no JSON Schema for type {kind!r}; use int, float, bool, str, Literal, Enum, list, dict, a dataclass or a pydantic model")
+    raise Unsupported(
+        f"no JSON Schema for type {kind!r}; use int, float, bool, str, Literal, Enum, list, dict, a dataclass or a pydantic model"
+    )
 
 
 def _object_schema(kind: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
