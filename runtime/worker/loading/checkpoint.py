@@ -112,7 +112,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.exists():
         refuse(path, "does not exist")
     if path.suffix == ".gguf":
-        return _open_gguf(path)
+        return from_gguf(read_gguf(path))
     if path.suffix in PICKLES:
         _refuse_pickles(path.parent, [path.name])
     refuse(path, "is not a model: give a directory with config.json and safetensors, or a .gguf file")
@@ -137,7 +137,7 @@ def find_gguf(path: Path) -> Path | None:
 def _open_directory(path: Path) -> Checkpoint:
     gguf = find_gguf(path)
     if gguf is not None:
-        return _open_gguf(gguf)
+        return from_gguf(read_gguf(gguf))
     names = sorted(entry.name for entry in path.iterdir())
     tensors = _read_safetensors_of(path, names)
     generation = read_json(inside(path, "generation_config.json")) if "generation_config.json" in names else None
@@ -213,8 +213,9 @@ def _refuse_pickles(directory: Path, names: list[str]) -> Never:
     )
 
 
-def _open_gguf(path: Path) -> Checkpoint:
-    file = read_gguf(path)
+def from_gguf(file: GgufFile) -> Checkpoint:
+    """The checkpoint in a GGUF file that has been read. Raises CheckpointError."""
+    path = file.path
     family = file.metadata.get("general.architecture")
     embedding = file.tensors.get("token_embd.weight")
     if family not in ("llama", "qwen2", "qwen3") or embedding is None or len(embedding.shape) != 2:
