@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from anabranch.lang.batch import Failure
 from anabranch.lang.choices import (
     ChoicesDecision,
     ChoicesSamplingMethod,
@@ -11,6 +12,7 @@ from anabranch.lang.choices import (
     unconditional_likelihood_normalized,
 )
 from anabranch.lang.errors import (
+    BatchErrors,
     BranchErrors,
     Cancelled,
     ProgramError,
@@ -21,6 +23,7 @@ from anabranch.lang.errors import (
     Unsupported,
     WouldBlock,
 )
+from anabranch.lang.explain import StateExplanation
 from anabranch.lang.function import Function, function
 from anabranch.lang.function import new_state as state
 from anabranch.lang.group import Group
@@ -45,7 +48,20 @@ from anabranch.lang.primitives import (
 )
 from anabranch.lang.program import as_backend, default_backend, set_default_backend
 from anabranch.lang.record import Usage
+from anabranch.lang.saved import SavedState
+from anabranch.lang.search import (
+    Vote,
+    beam,
+    best_of_n,
+    branch_solve_merge,
+    debate,
+    mcts,
+    self_consistency,
+    speculate,
+    tree_of_thought,
+)
 from anabranch.lang.state import Mark, State
+from anabranch.lang.trace import trace
 
 
 def flush_cache(backend: Any = None) -> bool:
@@ -62,10 +78,13 @@ def get_server_info(backend: Any = None) -> dict[str, Any]:
 
 
 __all__ = [
-    "BranchErrors", "Cancelled", "ChoicesDecision", "ChoicesSamplingMethod", "Function", "Group", "Mark", "Pending",
-    "ProgramError", "State", "StateClosed", "TurnError", "TypedValueError", "UndefinedVariable", "Unsupported", "Usage",
-    "WouldBlock", "assistant", "assistant_begin", "assistant_end", "flush_cache", "function", "gen", "gen_int",
-    "gen_string", "get_server_info", "greedy_token_selection", "image", "likelihood", "select", "separate_reasoning",
-    "set_default_backend", "state", "system", "system_begin", "system_end", "token_length_normalized",
-    "unconditional_likelihood_normalized", "user", "user_begin", "user_end", "video",
+    "BatchErrors", "BranchErrors", "Cancelled", "ChoicesDecision", "ChoicesSamplingMethod", "Failure",
+    "Function", "Group", "Mark", "Pending", "ProgramError", "SavedState", "State", "StateClosed",
+    "StateExplanation", "TurnError", "TypedValueError", "UndefinedVariable", "Unsupported", "Usage", "Vote",
+    "WouldBlock", "assistant", "assistant_begin", "assistant_end", "beam", "best_of_n", "branch_solve_merge",
+    "debate", "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info",
+    "greedy_token_selection", "image", "likelihood", "mcts", "select", "self_consistency", "separate_reasoning",
+    "set_default_backend", "speculate", "state", "system", "system_begin", "system_end",
+    "token_length_normalized", "trace", "tree_of_thought", "unconditional_likelihood_normalized", "user",
+    "user_begin", "user_end", "video",
 ]  # fmt: skip

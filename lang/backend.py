@@ -1,9 +1,9 @@
 """What the language needs from a runtime. `runtime/` implements it; `lang/testing.py` has a scripted one.
 
 Every call returns at once. Operations on one branch take effect in the order of the calls, so a program can say
-append, generate, fork, generate without waiting; results arrive through futures (`concurrent.futures.Future`: `result(timeout)`,
-`add_done_callback`, `asyncio.wrap_future`). A future fails with an exception that names the cause. An operation that fails leaves its
-branch failed: every later operation on it fails with the same first cause.
+append, generate, fork, generate without waiting; results arrive through futures (`concurrent.futures.Future`:
+`result(timeout)`, `add_done_callback`, `asyncio.wrap_future`). A future fails with an exception that names the
+cause. An operation that fails leaves its branch failed: every later operation on it fails with the same first cause.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,9 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """One generation's parameters; None means the runtime's default. Names and meanings follow `runtime/messages.py` GenerateParams."""
+    """One generation's parameters; None means the runtime's default. Names and meanings follow `runtime/messages.py`
+    GenerateParams.
+    """
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -120,12 +122,15 @@ Method = Literal["token_length_normalized", "greedy_token_selection", "unconditi
 
 
 class BackendBranch(Protocol):
-    """A handle on a branch that lives in the runtime. Dropping it (close, or garbage collection) releases the branch."""
+    """A handle on a branch that lives in the runtime. Dropping it (close, or garbage collection) releases the
+    branch.
+    """
 
     def append(self, segments: Sequence[Segment]) -> None: ...
 
     def generate(self, sampling: Sampling, on_text: Callable[[str], None] | None = None) -> "Future[Generation]":
-        """`on_text` is called with each new piece of settled text, from the runtime's thread, in order, before the future is done.
+        """`on_text` is called with each new piece of settled text, from the runtime's thread, in order, before the
+        future is done.
 
         Cancelling the future cancels the operation in the runtime.
         """

@@ -1,7 +1,7 @@
 """Many runs of one program: bounded concurrency, order kept, failures kept per item, progress, resumable.
 
-A sync program needs a thread while it runs, and there are at most `num_threads` of them whatever the number of items and
-branches; async programs share one event loop in one thread.
+A sync program needs a thread while it runs, and there are at most `num_threads` of them whatever the number of items
+and branches; async programs share one event loop in one thread.
 """
 
 import asyncio
@@ -74,11 +74,11 @@ def run_batch(
 ) -> Any:
     """A list of one result per item, in the order of the items; a generator of the same with `generator_style`.
 
-    An item that fails does not stop the others: a `Failure` stands in its place. `on_error="raise"` raises BatchErrors at
-    the end instead, with all results in its `results`. The states of a batch are readable, and closed unless `keep_open`.
-    A `seed` gives every item a seed of its own, derived from it. With `resume="file.jsonl"` each finished item is written there,
-    and items that the file has are taken from it (as SavedState) instead of being run; failures are tried again.
-    Closing the generator early cancels what still runs.
+    An item that fails does not stop the others: a `Failure` stands in its place. `on_error="raise"` raises
+    BatchErrors at the end instead, with all results in its `results`. The states of a batch are readable, and closed
+    unless `keep_open`. A `seed` gives every item a seed of its own, derived from it. With `resume="file.jsonl"` each
+    finished item is written there, and items that the file has are taken from it (as SavedState) instead of being
+    run; failures are tried again. Closing the generator early cancels what still runs.
     """
     if on_error not in ("keep", "raise"):
         raise ValueError(f'on_error must be "keep" or "raise", got {on_error!r}')
@@ -128,27 +128,36 @@ class _Batch:
             self.running.add(program)
         return open_state(program), arguments
 
+    def forget(self, program: Program) -> None:
+        with self.lock:
+            self.running.discard(program)
+
     def run(self, index: int) -> Result:
         try:
             state, arguments = self.begin(index)
-            self.function._work(state, (), arguments)
-            _settle(state)
-            return self.end(index, state)
+            try:
+                self.function._work(state, (), arguments)
+                _settle(state)
+                return self.end(index, state)
+            finally:
+                self.forget(state._program)
         except Exception as error:
             return Failure(index, self.items[index], error)
 
     async def run_async(self, index: int) -> Result:
         try:
             state, arguments = self.begin(index)
-            await self.function._work_async(state, (), arguments)
-            return self.end(index, state)
+            try:
+                await self.function._work_async(state, (), arguments)
+                return self.end(index, state)
+            finally:
+                self.forget(state._program)
         except Exception as error:
             return Failure(index, self.items[index], error)
 
     def end(self, index: int, state: "State") -> "State":
         program = state._program
         with self.lock:
-            self.running.discard(program)
             self.usage.merge(program.usage())
             if self.path is not None:
                 save(self.path, self.keys[index], index, state)
@@ -276,9 +285,8 @@ def _arguments(function: "Function", item: Any, index: int) -> dict[str, Any]:
     if not isinstance(item, list | tuple):
         raise TypeError(f"item {index} of the batch must be a dict or a list of arguments, got {item!r}")
     if not len(required) <= len(item) <= len(names):
-        raise TypeError(
-            f"item {index} of the batch has {len(item)} arguments; {function.__name__} takes {len(required)} to {len(names)}"
-        )
+        takes = f"{function.__name__} takes {len(required)} to {len(names)}"
+        raise TypeError(f"item {index} of the batch has {len(item)} arguments; {takes}")
     return dict(zip(names, item, strict=False))
 
 

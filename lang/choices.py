@@ -1,7 +1,7 @@
 """How `select` decides between choices: SGLang's three rules, plus plain likelihood, and rules of your own.
 
-The rules are computed by the runtime, in one forward over the trie of choices. The objects here name them; each can also
-be called on logprobs, which is how a rule of your own decides.
+The rules are computed by the runtime, in one forward over the trie of choices. The objects here name them; each can
+also be called on logprobs, which is how a rule of your own decides.
 """
 
 import math
@@ -49,7 +49,7 @@ class TokenLengthNormalized(ChoicesSamplingMethod):
 
     def __call__(
         self, *, choices: Sequence[str], normalized_prompt_logprobs: Sequence[float], **_: Any
-    ) -> ChoicesDecision:  # type: ignore[override]
+    ) -> ChoicesDecision:
         return ChoicesDecision(choices[first_best(normalized_prompt_logprobs)])
 
 
@@ -60,7 +60,7 @@ class GreedyTokenSelection(ChoicesSamplingMethod):
 
     def __call__(
         self, *, choices: Sequence[str], input_token_logprobs: Sequence[Sequence[Any]], **_: Any
-    ) -> ChoicesDecision:  # type: ignore[override]
+    ) -> ChoicesDecision:
         rows = [[entry[0] for entry in entries] for entries in input_token_logprobs]
         matrix = greedy_matrix(rows)
         return ChoicesDecision(choices[greedy_best(matrix)], {"greedy_logprob_matrix": matrix})
@@ -75,7 +75,7 @@ class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
     def requires_unconditional_logprobs(self) -> bool:
         return True
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         *,
         choices: Sequence[str],
@@ -100,7 +100,7 @@ class Likelihood(ChoicesSamplingMethod):
 
     def __call__(
         self, *, choices: Sequence[str], input_token_logprobs: Sequence[Sequence[Any]], **_: Any
-    ) -> ChoicesDecision:  # type: ignore[override]
+    ) -> ChoicesDecision:
         return ChoicesDecision(choices[first_best([sum(e[0] for e in entries) for entries in input_token_logprobs])])
 
 

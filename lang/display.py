@@ -115,7 +115,8 @@ def _turns_html_since_fork(state: "State") -> str:
 
 
 class Watch:
-    """Shows a run's branches while they work: in a notebook a cell output that updates, in a terminal a tree redrawn in place.
+    """Shows a run's branches while they work: in a notebook a cell output that updates, in a terminal a tree redrawn
+    in place.
 
     Where output is no terminal, the tree is printed once, at the end.
     """

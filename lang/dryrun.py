@@ -1,8 +1,9 @@
 """A program run without a model: which operations it does, and which prefix every run of it shares.
 
-The function is called with placeholders for the arguments that are not given. A placeholder is a string whose text carries
-private-use characters, so it can be formatted, concatenated and passed on like any other; whatever contains one is not constant.
-Where the function needs a real value (`int(s["x"])`), the dry run ends there, and what came before still holds.
+The function is called with placeholders for the arguments that are not given. A placeholder is a string whose text
+carries private-use characters, so it can be formatted, concatenated and passed on like any other; whatever contains
+one is not constant. Where the function needs a real value (`int(s["x"])`), the dry run ends there, and what came
+before still holds.
 """
 
 import itertools
@@ -77,7 +78,8 @@ def trace_function(function: "Function", arguments: dict[str, Any], *, prefix_on
 def cache_function(function: "Function", backend: Backend, *, seconds: float) -> dict[str, Any] | None:
     """Compute the constant prefix; returns what that cost, or None if there is no constant prefix.
 
-    The function is called up to its first operation that is not constant. With `seconds` the prefix is leased for that long.
+    The function is called up to its first operation that is not constant. With `seconds` the prefix is leased for
+    that long.
     """
     prefix = trace_function(function, {}, prefix_only=True).prefix
     if not prefix:

@@ -66,7 +66,8 @@ class TypedValueError(ProgramError, ValueError):
 class BranchErrors(ExceptionGroup):
     """Failures of several branches, at a join. `branches[i]` is the index of the branch that `exceptions[i]` ended.
 
-    What the other branches produced is kept: their states stay readable, and gathered lists hold None for the failed ones.
+    What the other branches produced is kept: their states stay readable, and gathered lists hold None for the failed
+    ones.
     """
 
     branches: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ class BranchErrors(ExceptionGroup):
         group.branches = tuple(i for i, _ in failures)
         return group
 
-    def derive(self, excs: Sequence[Any]) -> "BranchErrors":
+    def derive(self, excs: Sequence[Any]) -> "BranchErrors":  # type: ignore[override]
         return BranchErrors(self.message, excs)
 
 
@@ -100,5 +101,5 @@ class BatchErrors(ExceptionGroup):
         group.results = tuple(results)
         return group
 
-    def derive(self, excs: Sequence[Any]) -> "BatchErrors":
+    def derive(self, excs: Sequence[Any]) -> "BatchErrors":  # type: ignore[override]
         return BatchErrors(self.message, excs)

@@ -22,6 +22,9 @@ class Function:
     A parameter of the program's own wins over an option of the same name.
     """
 
+    __name__: str
+    __qualname__: str
+
     def __init__(
         self,
         func: Callable[..., Any],
@@ -60,10 +63,10 @@ class Function:
     ) -> State:
         """Run the program and wait until everything it generated is done. Raises the first cause of failure.
 
-        Options: every one of `gen`'s sampling options as a default for the whole program (`max_new_tokens` or `max_tokens` 128,
-        `temperature` 1.0 ...), `seed` (fixes every branch), `timeout` (seconds for the whole run), `salt`, `priority`.
-        With `stream=True` it returns at once: the program goes on in a thread, and `text_iter` follows it.
-        An `async def` program runs on an event loop of its own, also where another one is running already.
+        Options: every one of `gen`'s sampling options as a default for the whole program (`max_new_tokens` or
+        `max_tokens` 128, `temperature` 1.0 ...), `seed` (fixes every branch), `timeout` (seconds for the whole run),
+        `salt`, `priority`. With `stream=True` it returns at once: the program goes on in a thread, and `text_iter`
+        follows it. An `async def` program runs on an event loop of its own, also where another one is running already.
         """
         program, kwargs = self._open(backend, kwargs, stream=stream)
         state = open_state(program)
@@ -78,7 +81,9 @@ class Function:
         return state
 
     async def arun(self, *args: Any, backend: Any = None, **kwargs: Any) -> State:
-        """`run` for async code; a sync program works in a thread meanwhile. Cancelling the task ends the program in the runtime."""
+        """`run` for async code; a sync program works in a thread meanwhile. Cancelling the task ends the program in
+        the runtime.
+        """
         program, kwargs = self._open(backend, kwargs)
         state = open_state(program)
         try:
@@ -98,10 +103,11 @@ class Function:
     @overload
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Given a state: run inline on it and return what the function returns. Otherwise: start a run and return its state.
+        """Given a state: run inline on it and return what the function returns. Otherwise: start a run and return
+        its state.
 
-        A started run is not waited for: reading a value waits, and raises if it failed; a program waits at its own end for
-        those it started. An async program gives something to await, in both cases.
+        A started run is not waited for: reading a value waits, and raises if it failed; a program waits at its own
+        end for those it started. An async program gives something to await, in both cases.
         """
         if args and isinstance(args[0], State):
             return self.func(*args, **{**self.bind_arguments, **kwargs})
@@ -130,7 +136,9 @@ class Function:
         keep_open: bool = False,
         **options: Any,
     ) -> Any:
-        """Run the program once per item (a dict, or a list of arguments), at most `num_threads` at a time. See `batch.py`."""
+        """Run the program once per item (a dict, or a list of arguments), at most `num_threads` at a time. See
+        `batch.py`.
+        """
         from anabranch.lang.batch import run_batch
 
         return run_batch(
@@ -139,7 +147,9 @@ class Function:
         )  # fmt: skip
 
     def trace(self, *, backend: Any = None, **kwargs: Any) -> Any:
-        """What the program does, without a model: its operations in order, arguments standing for themselves. See `dryrun.py`."""
+        """What the program does, without a model: its operations in order, arguments standing for themselves. See
+        `dryrun.py`.
+        """
         from anabranch.lang.dryrun import trace_function
 
         return trace_function(self, kwargs)

@@ -20,8 +20,9 @@ JoinMode = Literal["gather_variable", "concate_and_append"]
 class Group:
     """Children of a fork, in order. Indexable, iterable, with a length.
 
-    `group += x` adds an expression to every child, a list item by item, or a function's result for each index; what such a
-    function raises fails that child only, and surfaces where the child is read or joined, at the latest at the program's end.
+    `group += x` adds an expression to every child, a list item by item, or a function's result for each index; what
+    such a function raises fails that child only, and surfaces where the child is read or joined, at the latest at
+    the program's end.
     """
 
     def __init__(self, states: "Sequence[State]", parent: "State", *, cancel_siblings: bool = False) -> None:
@@ -120,8 +121,8 @@ class Group:
     def join(self, mode: JoinMode = "gather_variable") -> None:
         """Wait for the children and end them.
 
-        "gather_variable"     each variable that children have and the parent had not at the fork becomes a list on the parent,
-                              aligned by branch: None where a branch does not have it
+        "gather_variable"     each variable that children have and the parent had not at the fork becomes a list on
+                              the parent, aligned by branch: None where a branch does not have it
         "concate_and_append"  the children's tokens since the fork are appended to the parent, in order, token by token
         Raises BranchErrors if children failed, naming each; what the others gave is kept. Variables and text of
         ended children stay readable.
@@ -178,7 +179,8 @@ class Group:
         self._drop()
 
     def _drop(self) -> None:
-        # An operation of the parent, so that it comes after spans that the parent takes over; without a parent, of each child.
+        # An operation of the parent, so that it comes after spans that the parent takes over; without a parent, of
+        # each child.
         parent = self.parent._branch
         children = [s._branch for s in self.states if s._branch is not None]
         if parent is not None:

@@ -87,7 +87,8 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, str):
         return Text(value)
     raise TypeError(
-        f"a state takes strings and expressions (gen, select, user(...) ...), got {type(value).__name__}; write str(value) to add it as text"
+        f"a state takes strings and expressions (gen, select, user(...) ...), got {type(value).__name__}; "
+        "write str(value) to add it as text"
     )
 
 

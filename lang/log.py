@@ -1,7 +1,7 @@
 """What was added to a state: a linked list from the newest operation back, shared between a state and its forks.
 
-A fork points at its parent's newest node, a rollback moves back to an older one, and a join takes over the winner's: each
-costs the same whatever the length, as in the runtime below.
+A fork points at its parent's newest node, a rollback moves back to an older one, and a join takes over the winner's:
+each costs the same whatever the length, as in the runtime below.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ class Node:
     ) -> None:
         self.prev = prev
         self.kind = kind
-        self.depth = 0 if prev is None else prev.depth + 1
+        self.depth: int = 0 if prev is None else prev.depth + 1
         self.text = text
         self.name = name
         self.role = role  # the turn that is open after this node

@@ -1,11 +1,12 @@
 """The order of operations on branches, for backends that keep their branches in the program's own process.
 
-One dispatcher thread owns every branch and takes one message after another, so nothing here needs a lock. It is the base of
-the scripted backend (`testing.py`) and of the text endpoints (`endpoints.py`); the embedded engine does the same in its
-tokenizer process. A subclass of `Machine` says what operations do; this says when: in the order of the calls on one
-branch, a fork's children after the fork, a join after what was asked of the winner before it.
+One dispatcher thread owns every branch and takes one message after another, so nothing here needs a lock. It is the
+base of the scripted backend (`testing.py`) and of the text endpoints (`endpoints.py`); the embedded engine does the
+same in its tokenizer process. A subclass of `Machine` says what operations do; this says when: in the order of the
+calls on one branch, a fork's children after the fork, a join after what was asked of the winner before it.
 """
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -144,8 +145,10 @@ class OrderedBranch:
 
     def fork(self, n: int) -> "list[OrderedBranch]":
         ids, core, machine = self._backend._ids, self._core, self._backend._machine
-        same = {"program": core.program, "seed": core.seed, "salt": core.salt, "born": False}
-        children = [Core(next(ids), machine.new_content(), **same) for _ in range(n)]
+        children = [
+            Core(next(ids), machine.new_content(), program=core.program, seed=core.seed, salt=core.salt, born=False)
+            for _ in range(n)
+        ]
         self._send(Op("fork", args={"children": children}))
         return [OrderedBranch(self._backend, child) for child in children]
 
@@ -199,7 +202,8 @@ class OrderedBranch:
 
 
 class Machine:
-    """The dispatcher. `do_*` handle messages; `op_*` carry out a branch's operations and return False where they must wait.
+    """The dispatcher. `do_*` handle messages; `op_*` carry out a branch's operations and return False where they
+    must wait.
 
     An operation that waits is tried again when `advance` is told for its branch. Subclasses give `new_content`,
     `info`, `op_generate`, `op_score`, `op_prefill`, `op_token_ids`, `op_explain`.
@@ -342,10 +346,8 @@ class Machine:
     def _refuse(self, core: Core, op: Op) -> None:
         assert core.failed is not None
         if op.future is not None and not op.future.done():
-            try:
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
                 op.future.set_exception(core.failed)
-            except InvalidStateError:  # cancelled meanwhile
-                pass
         for child in op.args.get("children", ()):
             self.fail(child, core.failed)
         if op.kind == "reach":
@@ -355,10 +357,8 @@ class Machine:
 
     def resolve(self, op: Op, result: Any) -> bool:
         if op.future is not None:
-            try:
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
                 op.future.set_result(result)
-            except InvalidStateError:  # cancelled meanwhile
-                pass
         return True
 
     def op_append(self, core: Core, op: Op) -> bool:

@@ -53,7 +53,9 @@ class Pending:
             future.cancel()
 
     def result(self, timeout: float | None = None) -> Any:
-        """The value. Raises the first cause of failure, or TimeoutError after `timeout` (or the operation's own limit)."""
+        """The value. Raises the first cause of failure, or TimeoutError after `timeout` (or the operation's own
+        limit).
+        """
         if self._cache is None:
             limit, own = self._limit(timeout)
             for future in self.futures:
@@ -124,7 +126,9 @@ def _releaser(pending: "weakref.ref[Pending]") -> Callable[[object], None]:
 
 
 def outcome(future: Future[Any], what: str) -> Any:
-    """The result of a future that is done. A cancelled one raises our `Cancelled`, which no event loop mistakes for its own."""
+    """The result of a future that is done. A cancelled one raises our `Cancelled`, which no event loop mistakes for
+    its own.
+    """
     try:
         return future.result(0)
     except concurrent.futures.CancelledError:

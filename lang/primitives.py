@@ -52,10 +52,10 @@ def gen(
 ) -> Expr:
     """Let the model continue the state, and keep the text as variable `name`.
 
-    At most one of: `regex`, `json_schema` (JSON Schema as text, dict or pydantic model), `ebnf`, `lark` and `dtype` constrain the text and
-    leave a string; `type` (int, Literal, a dataclass, a pydantic model ...) and `schema` (also a dict) constrain it and give a
-    value of that type; `choices` is `select`. With n > 1 the variable is a list of n continuations, and the state goes
-    on with the first.
+    At most one of: `regex`, `json_schema` (JSON Schema as text, dict or pydantic model), `ebnf`, `lark` and `dtype`
+    constrain the text and leave a string; `type` (int, Literal, a dataclass, a pydantic model ...) and `schema`
+    (also a dict) constrain it and give a value of that type; `choices` is `select`. With n > 1 the variable is a
+    list of n continuations, and the state goes on with the first.
 
     timeout  seconds from this statement until the value must be there, else TimeoutError where it is read
     """
@@ -82,15 +82,17 @@ def gen(
 def gen_int(
     name: str | None = None, max_tokens: int | None = None, n: int | None = None, *args: Any, **kwargs: Any
 ) -> Expr:
-    """`gen(dtype=int)`: digits, as a string. `gen(type=int)` gives an int."""
-    return gen(name, max_tokens, None, n, *args, dtype=int, **kwargs)
+    """`gen(dtype=int)`: digits, as a string; `gen(type=int)` gives an int. Other arguments: `gen`'s, from `stop` on."""
+    kwargs["dtype"] = int
+    return gen(name, max_tokens, None, n, *args, **kwargs)
 
 
 def gen_string(
     name: str | None = None, max_tokens: int | None = None, n: int | None = None, *args: Any, **kwargs: Any
 ) -> Expr:
-    """`gen(dtype=str)`: a string in double quotes."""
-    return gen(name, max_tokens, None, n, *args, dtype=str, **kwargs)
+    """`gen(dtype=str)`: a string in double quotes. Further arguments are `gen`'s, from `stop` on."""
+    kwargs["dtype"] = str
+    return gen(name, max_tokens, None, n, *args, **kwargs)
 
 
 def select(
@@ -112,7 +114,7 @@ def select(
         raise ValueError(f"every choice must be a string that is not empty, got {bad[0]!r}")
     if temperature > 1e-5:
         raise Unsupported(
-            f"select decides by score, temperature must be 0, got {temperature}; to sample a choice use gen(type=Literal[...])"
+            f"select decides by score, so temperature must be 0, got {temperature}; gen(type=Literal[...]) samples a choice"
         )
     method = token_length_normalized if choices_method is None else choices_method
     if not isinstance(method, ChoicesSamplingMethod):
@@ -159,10 +161,11 @@ def assistant_end() -> RoleEnd:
 
 
 def separate_reasoning(expr: Expr | str | None = None, model_type: str | None = None) -> Expr:
-    """Split the value of each named gen in `expr`: the answer stays under its name, `<name>_reasoning_content` gets the reasoning.
+    """Split the value of each named gen in `expr`: the answer stays under its name, `<name>_reasoning_content` gets
+    the reasoning.
 
-    The reasoning is what stands before the closing tag that `model_type` names (`</think>` unless said otherwise). It stays in the
-    state, token for token; only the variables are split.
+    The reasoning is what stands before the closing tag that `model_type` names (`</think>` unless said otherwise).
+    It stays in the state, token for token; only the variables are split.
     """
     if expr is None:
         raise ValueError("separate_reasoning needs an expression, such as gen('answer')")

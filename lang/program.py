@@ -31,7 +31,9 @@ current_program: "contextvars.ContextVar[Program | None]" = contextvars.ContextV
 
 
 def set_default_backend(backend: Any) -> None:
-    """Use `backend` (an Engine, a Runtime, an endpoint) for programs that name none. None: back to the embedded engine."""
+    """Use `backend` (an Engine, a Runtime, an endpoint) for programs that name none. None: back to the embedded
+    engine.
+    """
     global _default_backend
     _default_backend = None if backend is None else as_backend(backend)
 
@@ -50,7 +52,7 @@ def as_backend(backend: Any) -> Backend:
     """The Backend in what the user gave: itself, or the one that a Runtime or Engine carries."""
     for candidate in (backend, getattr(backend, "endpoint", None), getattr(backend, "backend", None)):
         if candidate is not None and callable(getattr(candidate, "open", None)) and hasattr(candidate, "new_program"):
-            return candidate  # type: ignore[no-any-return]
+            return candidate
     raise TypeError(f"{backend!r} is no backend: it needs the methods of anabranch.lang.backend.Backend")
 
 
@@ -145,7 +147,9 @@ class Program:
         future.add_done_callback(lambda _: self._account(op))
 
     def _account(self, op: Op) -> None:
-        """Count what a finished operation cost, once. Runs on the runtime's thread, or in `usage` if that comes first."""
+        """Count what a finished operation cost, once. Runs on the runtime's thread, or in `usage` if that comes
+        first.
+        """
         with self._lock:
             if self._running.pop(op.id, None) is None:
                 return
@@ -180,7 +184,8 @@ class Program:
                 f"reading {what} here would block the event loop; await it first: await s.value(name), await s"
             )
 
-    # ---------------------------------------------------------------- failures of user code, kept until somebody meets them
+    # ---------------------------------------------------------------- failures of user code, kept until somebody
+    # meets them
 
     def keep_failure(self, state: "State", index: int, error: Exception) -> None:
         self._failed.append((weakref.ref(state), index, error))

@@ -1,7 +1,7 @@
 """Waiting for states and reading text as it comes; for threads and for coroutines.
 
-A program run with `stream=True` works in a thread of its own while the caller reads: then a state's log still grows, and
-reading waits for news of it. Otherwise the log is complete as far as the caller has written it.
+A program run with `stream=True` works in a thread of its own while the caller reads: then a state's log still grows,
+and reading waits for news of it. Otherwise the log is complete as far as the caller has written it.
 """
 
 import threading

@@ -14,7 +14,9 @@ TAGS = {
 
 
 def split_reasoning(text: str, model_type: str | None) -> tuple[str, str]:
-    """(reasoning, answer). Text without a closing tag: all reasoning if it opens one (it was cut off), else all answer."""
+    """(reasoning, answer). Text without a closing tag: all reasoning if it opens one (it was cut off), else all
+    answer.
+    """
     kind = (model_type or "deepseek-r1").lower()
     if kind not in TAGS:
         raise Unsupported(f"separate_reasoning knows no model_type {model_type!r}; it knows {', '.join(TAGS)}")

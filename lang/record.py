@@ -116,8 +116,8 @@ class BranchRecord:
     def cold_tokens(self) -> int:
         """Tokens of every end of the tree, each computed from its first token: no sharing between branches at all.
 
-        A branch is an end where it worked on after its last fork, or never forked. A join's winner is no end: its tokens
-        are its parent's, which goes on.
+        A branch is an end where it worked on after its last fork, or never forked. A join's winner is no end: its
+        tokens are its parent's, which goes on.
         """
         tokens = 0
         for record in self.walk():

@@ -1,7 +1,7 @@
 """`State`: a handle on a branch in the runtime, and what a program does with it.
 
-`s += expr` sends its operations at once and does not wait; reading a value waits. The branch's tokens and KV stay in the
-runtime: what is here is a log of what was added (`log.py`), futures of what is being generated, and variables.
+`s += expr` sends its operations at once and does not wait; reading a value waits. The branch's tokens and KV stay in
+the runtime: what is here is a log of what was added (`log.py`), futures of what is being generated, and variables.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch.lang import backend as wire
 from anabranch.lang import events, ir, log, meta, reading
 from anabranch.lang.errors import ProgramError, StateClosed, TurnError, TypedValueError, UndefinedVariable
+from anabranch.lang.options import Options
 from anabranch.lang.pending import Owned, Pending, failure, outcome, wait, wait_async
 from anabranch.lang.program import Program
 from anabranch.lang.reasoning import split_reasoning
@@ -39,8 +40,21 @@ class State:
     """One branch of a program. Made by `function.run`, `fork` and `ab.state`; dropping it releases its branch."""
 
     __slots__ = (
-        "__weakref__", "_branch", "_failure", "_fork_mark", "_fork_node", "_generated", "_index", "_program", "_record",
-        "_tail", "_variables", "_why_closed", "_held", "on_failure", "ret_value",
+        "__weakref__",
+        "_branch",
+        "_failure",
+        "_fork_mark",
+        "_fork_node",
+        "_generated",
+        "_held",
+        "_index",
+        "_program",
+        "_record",
+        "_tail",
+        "_variables",
+        "_why_closed",
+        "on_failure",
+        "ret_value",
     )  # fmt: skip
 
     def __init__(
@@ -49,7 +63,7 @@ class State:
         self._program = program
         self._branch: wire.BackendBranch | None = branch
         self._record = record
-        self._tail = log.root() if parent is None else parent._tail
+        self._tail: log.Node = log.root() if parent is None else parent._tail
         self._fork_node = self._tail
         self._fork_mark = 0
         self._index = record.path[-1] if record.path else 0
@@ -177,7 +191,7 @@ class State:
 
     def _select(self, select: ir.Select) -> Pending:
         branch = self._require_open()
-        base = ir.Gen().options if select.timeout is None else ir.Options(timeout=select.timeout)
+        base = Options(timeout=select.timeout)
         options, deadline = self._program.limit(base)
         what = f"select {select.name!r}" if select.name else "select"
         if (method := select.method.backend_method) is None:
@@ -196,7 +210,9 @@ class State:
     def _select_by_own_rule(
         self, select: ir.Select, what: str, timeout: float | None, deadline: float | None
     ) -> Pending:
-        """A rule that Python computes: measure, wait, decide, append. The one operation that blocks where it is added."""
+        """A rule that Python computes: measure, wait, decide, append. The one operation that blocks where it is
+        added.
+        """
         branch = self._require_open()
         bare = (
             self._measure_without_context(select.choices, timeout)
@@ -295,7 +311,9 @@ class State:
         return name in self._variables
 
     def get_var(self, name: str, timeout: float | None = None) -> Any:
-        """The variable's value; waits for it. Raises the first cause if it failed, UndefinedVariable if there is none."""
+        """The variable's value; waits for it. Raises the first cause if it failed, UndefinedVariable if there is
+        none.
+        """
         value = self._lookup(name)
         if not isinstance(value, Pending):
             return value
@@ -331,7 +349,9 @@ class State:
         return self._variables[name]
 
     def get_meta_info(self, name: str, timeout: float | None = None) -> Any:
-        """What is known of a generated or selected variable: tokens, logprobs, finish reason, usage (SGLang's shape)."""
+        """What is known of a generated or selected variable: tokens, logprobs, finish reason, usage (SGLang's
+        shape).
+        """
         return meta.meta_info(self._results(name, timeout), many=len(self._generated[name].futures) > 1)
 
     def _results(self, name: str, timeout: float | None = None) -> list[Any]:
@@ -360,7 +380,9 @@ class State:
         return str(meta.meta_info(self._results(name)[:1], many=False)["finish_reason"]["type"])
 
     def text(self) -> str:
-        """All text of the state; waits for it. Turns read `role: content`; `explain().text` has the model's own template."""
+        """All text of the state; waits for it. Turns read `role: content`; `explain().text` has the model's own
+        template.
+        """
         self.sync()
         return log.text_of(log.path(self._tail))
 
@@ -406,7 +428,9 @@ class State:
         return self._program.error if reading.is_background(self._program) else None
 
     def fail(self, error: Exception) -> None:
-        """Mark this branch as failed by code outside the model; what it generates is cancelled. Raises where it is read."""
+        """Mark this branch as failed by code outside the model; what it generates is cancelled. Raises where it is
+        read.
+        """
         if self._failure is None:
             self._failure = error
             self._record.status, self._record.error = "failed", f"{type(error).__name__}: {error}"
@@ -423,7 +447,9 @@ class State:
         return reading.iterate_async(self, var_name, return_meta_data)
 
     def stream(self, what: "str | ir.Expr") -> "reading.TextStream":
-        """Iterate (`for` or `async for`) over text as it comes: of a variable, or of an expression that is added now."""
+        """Iterate (`for` or `async for`) over text as it comes: of a variable, or of an expression that is added
+        now.
+        """
         if isinstance(what, str):
             return reading.TextStream(self, what, None)
         before = self._tail
@@ -472,7 +498,8 @@ class State:
             group.join()
 
     def join(self, winner: "State | None" = None) -> "State":
-        """The winner's tokens, KV and variables become this state's; every other open child is dropped from the cache at once.
+        """The winner's tokens, KV and variables become this state's; every other open child is dropped from the
+        cache at once.
 
         `winner` is a child of this state, or a descendant of one. None: only drop the children. Does not wait.
         """
@@ -543,11 +570,20 @@ class State:
                 state._branch.cancel()
 
     def close(self) -> None:
-        """Release the branch. What was generated stays readable. Idempotent; dropping the last reference does the same."""
+        """Release the branch. What was generated stays readable. Idempotent; dropping the last reference does the
+        same.
+        """
         branch = self._branch
         self._forget("closed", "it was closed")
         if branch is not None:
             branch.close()
+
+    def drop(self) -> None:
+        """As `close`, and the cache gives up first what only this state used."""
+        branch = self._branch
+        self._forget("lost", "it was dropped")
+        if branch is not None:
+            branch.close(superseded=True)
 
     def _forget(self, status: Any, why: str) -> None:
         if self._branch is not None:

@@ -1,6 +1,7 @@
 """Text that arrives in pieces, and news of change: one writer, any number of readers, threads and event loops alike."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -57,17 +58,17 @@ class News:
 
 
 def waker(loop: asyncio.AbstractEventLoop, told: "asyncio.Future[None]") -> Callable[[], None]:
-    """A function that any thread may call, once or more, to resolve `told` on its loop; nothing happens if the loop is gone."""
+    """A function that any thread may call, once or more, to resolve `told` on its loop; nothing happens if the loop
+    is gone.
+    """
 
     def resolve() -> None:
         if not told.done():
             told.set_result(None)
 
     def wake() -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
             loop.call_soon_threadsafe(resolve)
-        except RuntimeError:  # the loop was closed: nobody waits any more
-            pass
 
     return wake
 

@@ -5,9 +5,9 @@ backend = ScriptedBackend({"capital of France": " Paris"})
 state = capital.run(country="France", backend=backend)
 assert state["answer"] == " Paris" and backend.open_branches() == 1
 ```
-It has the semantics of the real one - branches, forks, rollbacks, joins, spans, order, streams, cancelling, timeouts, failures - with
-fake tokens (words), fake logprobs and a simulated prefix cache. One thread serves any number of branches; `Gate` holds a reply
-back until the test opens it, so that no test needs to sleep.
+It has the semantics of the real one - branches, forks, rollbacks, joins, spans, order, streams, cancelling,
+timeouts, failures - with fake tokens (words), fake logprobs and a simulated prefix cache. One thread serves any
+number of branches; `Gate` holds a reply back until the test opens it, so that no test needs to sleep.
 """
 
 import itertools
@@ -214,7 +214,7 @@ class _ScriptMachine(Machine):
         spans, start = [], 0
         for origin, run in itertools.groupby(core.content.origin):
             stop = start + len(list(run))
-            spans.append(TokenSpan(start, stop, origin, "".join(core.content.pieces[start:stop])))  # type: ignore[arg-type]
+            spans.append(TokenSpan(start, stop, origin, "".join(core.content.pieces[start:stop])))
             start = stop
         cached = self.cached_prefix(core)
         miss = "" if cached == length else "these tokens were never computed"
@@ -274,7 +274,7 @@ class _ScriptMachine(Machine):
         if isinstance(self.script, Mapping):
             found = [(prompt.text.rfind(key), key) for key in self.script if key in prompt.text]
             return self.script[max(found)[1]] if found else None
-        return self.script(prompt) if callable(self.script) else None
+        return self.script(prompt) if self.script is not None else None  # type: ignore[operator]
 
     def op_score(self, core: Core, op: Op) -> bool:
         choices, method = op.args["choices"], op.args["method"]

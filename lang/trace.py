@@ -100,5 +100,7 @@ def _arrows(event: events.Event, place: dict[str, int], at: float) -> list[dict[
 
 
 def trace(path: str | os.PathLike[str]) -> Trace:
-    """`with ab.trace("file.json"): ...` records every program that runs inside, and writes a trace for ui.perfetto.dev."""
+    """`with ab.trace("file.json"): ...` records every program that runs inside, and writes a trace for
+    ui.perfetto.dev.
+    """
     return Trace(path)

@@ -1,7 +1,7 @@
 """Types of generated values: what constrains the text, and how the text becomes a value.
 
-SGLang's `dtype` constrains and returns strings. `type=` here also returns the value: int, float, bool, str, Literal, Enum,
-dataclasses, TypedDicts, lists, dicts, unions of these, and pydantic models.
+SGLang's `dtype` constrains and returns strings. `type=` here also returns the value: int, float, bool, str, Literal,
+Enum, dataclasses, TypedDicts, lists, dicts, unions of these, and pydantic models.
 """
 
 import dataclasses
@@ -110,11 +110,12 @@ def _schema(kind: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
     if kind is dict or origin is dict:
         return {"type": "object", "additionalProperties": _schema(args[1], inside)} if args else {"type": "object"}
     if hasattr(kind, "model_json_schema"):
-        return kind.model_json_schema()  # type: ignore[no-any-return]
+        return kind.model_json_schema()
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
         return _object_schema(kind, inside)
     raise Unsupported(
-        f"no JSON Schema for type {kind!r}; use int, float, bool, str, Literal, Enum, list, dict, a dataclass or a pydantic model"
+        f"no JSON Schema for type {kind!r}; use int, float, bool, str, Literal, Enum, list, dict, a dataclass "
+        "or a pydantic model"
     )
 
 
