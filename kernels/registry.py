@@ -1,0 +1,47 @@
+"""Backends by name."""
+
+import warnings
+
+from anabranch.kernels.interface import Backend
+from anabranch.kernels.reference import ReferenceBackend
+
+NAMES = ("auto", "cpu", "reference", "flashinfer")
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend was asked for by name and cannot run here. Says why, and what to do."""
+
+
+def backend(name: str = "auto", *, precision: str = "fast", num_threads: int | None = None) -> Backend:
+    """The backend of that name. `auto` is `cpu`, or `reference`, with one warning, where `cpu` cannot be built.
+
+    precision   "fast" | "exact" (activations are not rounded); `reference` is always exact
+    Raises      BackendUnavailable, ValueError for an unknown name
+    """
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
+    if name == "flashinfer":
+        raise BackendUnavailable(
+            "backend 'flashinfer' is not available in this version: use 'cpu' or 'reference' (or leave it at 'auto')"
+        )
+    if name == "reference":
+        return ReferenceBackend(num_threads=num_threads)
+    try:
+        return _native(precision, num_threads)
+    except BackendUnavailable as fault:
+        if name == "cpu":
+            raise
+        warnings.warn(f"{fault} Falling back to the 'reference' backend, which is many times slower.", RuntimeWarning, stacklevel=2)
+        return ReferenceBackend(num_threads=num_threads)
+
+
+def _native(precision: str, num_threads: int | None) -> Backend:
+    try:
+        from anabranch.kernels.backends.cpu import CpuBackend
+        from anabranch.kernels.build import BuildError
+    except ImportError as fault:
+        raise BackendUnavailable(f"The native CPU backend cannot be imported: {fault}.") from fault
+    try:
+        return CpuBackend(precision=precision, num_threads=num_threads)
+    except BuildError as fault:
+        raise BackendUnavailable(f"The native CPU kernels could not be built: {fault}.") from fault
