@@ -92,7 +92,7 @@ class Group:
 
     def values(self, name: str) -> list[Any]:
         """The variable of every child, in order; waits for them. None where a child does not have it."""
-        self._raise_failures()
+        self.sync()
         return [s.get_var(name) if name in s else None for s in self.states]
 
     # ---------------------------------------------------------------- waiting and joining
@@ -162,6 +162,7 @@ class Group:
                 raise StateClosed(f"branch {state.index} cannot be appended: {state._why_closed}")
             spans.append((state._branch, state._fork_mark))
         branch.append_spans(spans)
+        parent._hold(spans, parent._running())
         for state in self.states:
             for node in log.path(state._tail, state._fork_node):
                 parent._append(

@@ -71,7 +71,7 @@ class State:
         self._generated: dict[str, Pending] = {} if parent is None else dict(parent._generated)
         self._failure: Exception | None = None if parent is None else parent._failure
         self._why_closed = ""
-        self._held: Any = None  # keeps the parent's branch until it has done what this one was forked from
+        self._held: list[Pending] = []  # other branches that must live until what they are needed for is done
         self.on_failure: Callable[[], None] | None = None
         self.ret_value: Any = None  # what the program's function returned
         record.state = weakref.ref(self)
@@ -179,6 +179,7 @@ class State:
             for sample, future in zip(samples[1:], futures[1:], strict=True):
                 future.add_done_callback(_closer(sample))
             branch.join(samples[0])
+            self._hold(samples[0], futures[:1])
         for future in futures:
             self._track(gen.name or "gen", future)
         if stream:
@@ -241,7 +242,16 @@ class State:
 
     def _keep(self) -> Any:
         """What must live while this state's operations run, should the state itself be dropped meanwhile."""
-        return self._branch, self._held
+        return self._branch, tuple(self._held)
+
+    def _running(self) -> list[Future[Any]]:
+        return [n.future for n in log.unsettled(self._tail) if n.future is not None and not n.future.done()]
+
+    def _hold(self, branches: Any, futures: Sequence[Future[Any]]) -> None:
+        """Keep other branches alive until `futures` are done: an operation that was sent still needs them."""
+        self._held = [h for h in self._held if not h.done()]
+        if futures:
+            self._held.append(Pending(futures, lambda _: None, what="join", keep=branches))
 
     def _bind(self, name: str | None, value: Pending) -> None:
         if name is not None:
@@ -477,11 +487,10 @@ class State:
         ]
         for state in states:
             state._fork_mark = mark
-        running = [n.future for n in log.unsettled(self._tail) if n.future is not None and not n.future.done()]
-        if running:
+        if running := self._running():
             held = Pending(running, lambda _: None, what="fork", keep=self._keep())
             for state in states:
-                state._held = held
+                state._held.append(held)
         if events.watched():
             events.emit(
                 events.Event("fork", self._program.label, self._record.id, data={"children": [r.id for r in records]})
@@ -513,6 +522,8 @@ class State:
             taken = winner._require_open()
         dropped = [b for s in losers if (b := s._branch) is not None]
         branch.join(taken, dropped)
+        if winner is not None:
+            self._hold(taken, self._running() + winner._running())
         for loser in losers:
             loser._forget("lost", "it was dropped at a join: another branch won")
         if winner is not None:
