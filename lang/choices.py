@@ -133,3 +133,19 @@ def greedy_best(matrix: Sequence[Sequence[float]]) -> int:
         if len(remaining) == 1:
             break
     return remaining[0]
+
+
+def apply_rule(
+    method: Method, rows: Sequence[Sequence[float]], alone: Sequence[Sequence[float]]
+) -> tuple[int, list[float]]:
+    """The best choice by a rule, and every choice's score. `rows` are token logprobs in context, `alone` without it."""
+    match method:
+        case "greedy_token_selection":
+            return greedy_best(greedy_matrix(rows)), [mean(row) for row in rows]
+        case "unconditional_likelihood_normalized":
+            scores = [mean([a - b for a, b in zip(*pair, strict=True)]) for pair in zip(rows, alone, strict=True)]
+        case "sum":
+            scores = [float(sum(row)) for row in rows]
+        case _:
+            scores = [mean(row) for row in rows]
+    return first_best(scores), scores

@@ -40,6 +40,17 @@ def tokenize(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
+def cut(text: str, count: int) -> list[str]:
+    """The text in exactly `count` pieces: words if there are as many, else runs of characters."""
+    words = tokenize(text)
+    if len(words) == count:
+        return words
+    if not 1 <= count <= len(text):
+        raise ValueError(f"{text!r} cannot be {count} tokens")
+    edges = [len(text) * i // count for i in range(count + 1)]
+    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
 def token_id(piece: str) -> int:
     value = zlib.crc32(piece.encode()) & (VOCAB_SIZE - 1)
     _pieces[value] = piece

@@ -242,6 +242,7 @@ class Machine:
                 return
             kind, *args = message
             getattr(self, "do_" + kind)(*args)
+            del message, args  # hold nothing while waiting: an error holds frames, and those hold states
             self._end_late()
 
     def _until_next_deadline(self) -> float | None:

@@ -536,6 +536,7 @@ class State:
     def _become(self, winner: "State") -> None:
         self._tail, self._failure = winner._tail, winner._failure
         self._variables, self._generated = dict(winner._variables), dict(winner._generated)
+        self._held += winner._held
         self._record.length = max(self._record.length, winner._record.length)
         winner._forget("won", "it won a join: its parent has its tokens now")
 

@@ -34,7 +34,7 @@ from anabranch.lang.backend import (
     Tokens,
     TokenSpan,
 )
-from anabranch.lang.choices import first_best, greedy_best, greedy_matrix, mean
+from anabranch.lang.choices import apply_rule
 from anabranch.lang.ordered import Core, Machine, Op, OrderedBackend
 
 PAGE_SIZE = 16
@@ -277,35 +277,31 @@ class _ScriptMachine(Machine):
         return self.script(prompt) if self.script is not None else None  # type: ignore[operator]
 
     def op_score(self, core: Core, op: Op) -> bool:
-        choices, method = op.args["choices"], op.args["method"]
+        choices = op.args["choices"]
         usage = self.compute(core)
         reply = self.answer(core, Sampling(), choices)
-        rows = [self.row(core, reply, choice) for choice in choices]
-        if method == "greedy_token_selection":
-            matrix = greedy_matrix(rows)
-            best, scores = greedy_best(matrix), [mean(row) for row in rows]
-        else:
-            rule = {"sum": sum, "token_length_normalized": mean, "unconditional_likelihood_normalized": mean}[method]
-            alone = [[fake_text.logprob((), t) for t in fake_text.tokenize(c)] for c in choices]
-            given = rows if not method.startswith("uncond") else [
-                [a - b for a, b in zip(row, bare, strict=False)] for row, bare in zip(rows, alone, strict=True)
-            ]  # fmt: skip
-            scores = [rule(row) for row in given]
-            best = first_best(scores)
+        pieces = [fake_text.tokenize(choice) for choice in choices]
+        if reply.scores is not None:
+            pieces = [fake_text.cut(choice, len(reply.scores[choice])) for choice in choices]
+        rows = [self.row(core, reply, *of) for of in zip(choices, pieces, strict=True)]
+        alone = [[fake_text.logprob((), piece) for piece in of] for of in pieces]
+        best, scores = apply_rule(op.args["method"], rows, alone)
         if op.args["append"]:
-            core.content.add(fake_text.tokenize(choices[best]), "computed")
+            core.content.add(pieces[best], "computed")
             self.remember(core)
-        ids = [tuple(fake_text.token_id(t) for t in fake_text.tokenize(c)) for c in choices]
-        logprobs = tuple(TokenLogprobs(i[: len(r)], tuple(r)) for i, r in zip(ids, rows, strict=True))
-        return self.resolve(op, Scores(best, tuple(float(s) for s in scores), logprobs, usage))
+        logprobs = tuple(
+            TokenLogprobs(tuple(fake_text.token_id(p) for p in of), tuple(row))
+            for of, row in zip(pieces, rows, strict=True)
+        )
+        return self.resolve(op, Scores(best, tuple(scores), logprobs, usage))
 
-    def row(self, core: Core, reply: Reply, choice: str) -> list[float]:
+    def row(self, core: Core, reply: Reply, choice: str, pieces: Sequence[str]) -> list[float]:
+        """The logprob of each piece of a choice: as scripted, high for the scripted text, or made up."""
         if reply.scores is not None:
             return list(reply.scores[choice])
-        tokens = fake_text.tokenize(choice)
         if reply.text:
-            return [-0.01 if choice == reply.text else -9.0] * len(tokens)
-        return [fake_text.logprob(core.path, core.content.text()[-32:] + t) for t in tokens]
+            return [-0.01 if choice == reply.text else -9.0] * len(pieces)
+        return [fake_text.logprob(core.path, core.content.text()[-32:] + piece) for piece in pieces]
 
     # ---------------------------------------------------------------- the simulated cache
 

@@ -15,6 +15,7 @@ def test_program_runs_leaves_no_branch_and_repeats_itself(case: Case) -> None:
     def observe() -> Any:
         backend = ScriptedBackend()
         observed = case.run(api, backend)
+        backend.settle()
         gc.collect()
         assert backend.open_branches() == 0
         return observed
