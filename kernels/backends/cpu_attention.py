@@ -1,6 +1,8 @@
 """Python's side of the native attention: the KV pool, and a step's arrays as the C structs of `csrc/cpu/attention.h`."""
 
+import contextlib
 import ctypes
+import mmap
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,15 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def _map_zeros(num_bytes: int) -> NDArray[np.uint8]:
+    """Anonymous memory, in huge pages where the system has them: attention jumps between pages, and would miss the TLB at each."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
 class CpuKVPool:
     """KV pages in the native layout: `data` [num_layers, num_pages, bytes of a page], zeros that take no memory until they are written.
 
@@ -75,8 +86,8 @@ class CpuKVPool:
         if num_bytes == 0:
             raise LayoutError(f"a KV pool needs positive sizes within reason, got {spec}")
         try:
-            memory = np.zeros(num_bytes + HUGE_PAGE, np.uint8)
-        except MemoryError as error:
+            memory = _map_zeros(num_bytes + HUGE_PAGE)
+        except (OSError, OverflowError) as error:
             raise MemoryError(
                 f"{spec.num_pages} KV pages of {num_bytes // spec.num_pages} bytes ({num_bytes / 2**20:.0f} MiB) do not fit in memory: "
                 "ask for fewer pages or a smaller KV dtype"

@@ -188,7 +188,7 @@ void see(const State& s, Schedule& schedule) {
   for (int r = 0; r < s.num_rows; ++r) {
     const int first_token = s.q_indptr[r], n = s.num_new(r), tree_size = s.tree_size(r), base = s.kv_lens[r] - tree_size;
     Row& row = schedule.rows[r];
-    row = {s.pages(r), first_token, first_token + n, INT_MAX, 0};
+    row = {s.pages(r), first_token, first_token + n, INT_MAX, 0, s.kv_lens[r]};
     for (int i = 0; i < n; ++i) {
       const int slot = s.kv_lens[r] - n + i, in_tree = slot - base;
       Visible v{0, slot + 1, slot + 1, nullptr};
@@ -419,7 +419,10 @@ void attention(AttentionPlan& plan, ThreadPool& pool, const AttentionCall& call)
                 call.num_q_heads / s.kv.num_kv_heads, call.scale * 0x1.715476p+0f, call.q, call.q_stride, call.out, call.out_stride};
   const int64_t scratch_bytes = kernels->scratch_bytes(s.kv, schedule.max_span_rows);
   const int num_units = int(schedule.units.size());
-  const auto run = [&](int unit, int thread) { kernels->run_unit(job, schedule.units[unit], pool.scratch(thread, size_t(scratch_bytes))); };
+  const Unit* units = schedule.units.data();
+  const auto run = [&](int i, int thread) {
+    kernels->run_unit(job, units[i], i + 1 < num_units ? units + i + 1 : nullptr, pool.scratch(thread, size_t(scratch_bytes)));
+  };
   if (!schedule.is_serial) return pool.parallel_for(num_units, run);
   pool.parallel_for(1, [&](int, int thread) {
     for (int unit = 0; unit < num_units; ++unit) run(unit, thread);

@@ -36,6 +36,8 @@ ANB_INLINE int tile_size(int num_rows) {
   return kMaxTile;
 }
 
+constexpr int kPrefetchRows = 4;            // tiles up to here wait for memory more than for arithmetic: they fetch the next block
+
 // Where a block's chunks of 16 slots lie: K [padded_dim][16], V [16][padded_dim]; per-slot scales for i8.
 struct Block {
   const uint8_t* k[kChunks];
@@ -78,15 +80,14 @@ struct Scratch {
   float* scores;  // [kMaxTile][kBlock]
   float* tile_out;  // [kMaxTile][padded_dim]
   float* q;       // query rows in tiles, each [padded_dim][tile rows]
-  float* state;   // [query rows][padded_dim + 16]: output, max, sum
-  int64_t state_stride;
+  float* state;   // [query rows][padded_dim]: output so far
+  float* max;     // [query rows]
+  float* sum;     // [query rows]
 };
 
-ANB_INLINE int64_t state_stride_of(const KVPool& kv) { return kv.padded_dim + 16; }
-
 int64_t scratch_bytes(const KVPool& kv, int max_rows) {
-  const int64_t dim = kv.padded_dim, rows = max_rows + kMaxTile;
-  return 4 * (2 * kBlock * dim + 2 * kBlock + kMaxTile * (kBlock + dim) + rows * (dim + state_stride_of(kv)));
+  const int64_t dim = kv.padded_dim, rows = max_rows + kLanes;
+  return 4 * (2 * kBlock * dim + 2 * kBlock + kMaxTile * (kBlock + dim) + rows * (2 * dim + 2));
 }
 
 Scratch lay_out(void* memory, const KVPool& kv, int num_rows) {
@@ -99,9 +100,10 @@ Scratch lay_out(void* memory, const KVPool& kv, int num_rows) {
   s.v_scale = p, p += kBlock;
   s.scores = p, p += kMaxTile * kBlock;
   s.tile_out = p, p += kMaxTile * dim;
-  s.q = p, p += (num_rows + kMaxTile) * dim;
-  s.state = p;
-  s.state_stride = state_stride_of(kv);
+  s.q = p, p += (num_rows + kLanes) * dim;
+  s.state = p, p += (num_rows + kLanes) * dim;
+  s.max = p, p += num_rows + kLanes;
+  s.sum = p;
   return s;
 }
 
@@ -109,7 +111,7 @@ Scratch lay_out(void* memory, const KVPool& kv, int num_rows) {
 
 // Scores of R rows against C chunks.
 template <class T, bool kScaled, int R, int C>
-ANB_INLINE void score_chunks(const Block& block, int chunk, const float* q, int dim, float* scores) {
+ANB_INLINE void score_chunks(const Block& block, const Block& ahead, int chunk, const float* q, int dim, float* scores) {
   vf sum[R][C];
   const uint8_t* k[C];
   for (int c = 0; c < C; ++c) k[c] = block.k[chunk + c];
@@ -127,6 +129,9 @@ ANB_INLINE void score_chunks(const Block& block, int chunk, const float* q, int 
   }
     ANB_STEP(0) ANB_STEP(1) ANB_STEP(2) ANB_STEP(3)
 #undef ANB_STEP
+    if (R <= kPrefetchRows)
+      for (int c = 0; c < C; ++c)
+        for (int line = 0; line < T::size; ++line) prefetch(ahead.k[chunk + c] + d * kLanes * T::size + line * 64);
   }
   for (int c = 0; c < C; ++c)
     for (int r = 0; r < R; ++r) {
@@ -136,11 +141,11 @@ ANB_INLINE void score_chunks(const Block& block, int chunk, const float* q, int 
 }
 
 template <class T, bool kScaled, int R>
-void score_tile(const Block& block, int first_chunk, int last_chunk, const float* q, int dim, float* scores) {
+void score_tile(const Block& block, const Block& ahead, int first_chunk, int last_chunk, const float* q, int dim, float* scores) {
   constexpr int C = kAccumulators / R >= 8 ? 8 : kAccumulators / R >= 4 ? 4 : kAccumulators / R >= 2 ? 2 : 1;
   int c = first_chunk;
-  for (; c + C <= last_chunk; c += C) score_chunks<T, kScaled, R, C>(block, c, q, dim, scores);
-  for (; c < last_chunk; ++c) score_chunks<T, kScaled, R, 1>(block, c, q, dim, scores);
+  for (; c + C <= last_chunk; c += C) score_chunks<T, kScaled, R, C>(block, ahead, c, q, dim, scores);
+  for (; c < last_chunk; ++c) score_chunks<T, kScaled, R, 1>(block, ahead, c, q, dim, scores);
 }
 
 // What a query row sees of the block: slots relative to its start.
@@ -178,12 +183,14 @@ ANB_INLINE Seen seen_in_block(const Visible& visible, int block) {
   return s;
 }
 
-// Scores of one query row -> weights, in place; unseen slots of its chunks get weight 0. Returns max and sum.
-template <bool kScaled>
-ANB_INLINE void weigh_row(const Block& block, const Seen& seen, float* scores, float* row_max, float* row_sum) {
-  const int first = (seen.lo < seen.line_end ? seen.lo : seen.line_end) / kLanes, last = (seen.hi + kLanes - 1) / kLanes;
+// Chunks of the block that a query row sees anything of.
+ANB_INLINE int first_chunk_of(const Seen& seen) { return seen.lo / kLanes; }
+ANB_INLINE int last_chunk_of(const Seen& seen) { return (seen.hi + kLanes - 1) / kLanes; }
+
+// Largest score that a query row sees. Scores that it does not see become -inf, so that their weight is exactly 0.
+ANB_INLINE vf highest_seen(const Seen& seen, float* scores) {
   vf high = set1(-kInfinity);
-  for (int c = first; c < last; ++c) {
+  for (int c = first_chunk_of(seen); c < last_chunk_of(seen); ++c) {
     vf s = load(scores + c * kLanes);
     if (!seen.sees_all(c)) {
       s = select(seen.mask(c), s, set1(-kInfinity));
@@ -191,29 +198,55 @@ ANB_INLINE void weigh_row(const Block& block, const Seen& seen, float* scores, f
     }
     high = max(high, s);
   }
-  const float top = hmax(high);
+  return high;
+}
+
+// Scores -> weights 2^(score - top) in place, times V's scale; returns the weights' sum before that, lane by lane.
+template <bool kScaled>
+ANB_INLINE vf weigh(const Block& block, int first_chunk, int last_chunk, float top, float* scores) {
   const vf shift = set1(top);
   vf sum = zero();
-  for (int c = first; c < last; ++c) {
+  for (int c = first_chunk; c < last_chunk; ++c) {
     vf p = exp2(sub(load(scores + c * kLanes), shift));
     sum = add(sum, p);
     if (kScaled) p = mul(p, load(block.v_scale[c]));
     store(scores + c * kLanes, p);
   }
-  *row_max = top;
-  *row_sum = hsum(sum);
+  return sum;
+}
+
+// All R rows that see something: scores -> weights, and each row's max and sum. kWhole: every row sees the whole block.
+template <bool kScaled, bool kWhole, int R>
+ANB_INLINE void weigh_tile(const Block& block, const Seen* seen, const bool* is_empty, float* scores, float* row_max, float* row_sum) {
+  for (int r = 0; r < R; ++r) {
+    if (kWhole) {
+      vf high = load(scores + r * kBlock);
+      for (int c = 1; c < kChunks; ++c) high = max(high, load(scores + r * kBlock + c * kLanes));
+      row_max[r] = hmax(high);
+    } else if (!is_empty[r]) {
+      row_max[r] = hmax(highest_seen(seen[r], scores + r * kBlock));
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    if (!kWhole && is_empty[r]) continue;
+    const int first = kWhole ? 0 : first_chunk_of(seen[r]), last = kWhole ? kChunks : last_chunk_of(seen[r]);
+    row_sum[r] = hsum(weigh<kScaled>(block, first, last, row_max[r], scores + r * kBlock));
+  }
 }
 
 // out[r][z] += p[r][t] * v[t][z] for slots [first, last), Z vectors of dims from `dim0` on.
 template <class T, int R, int Z>
-ANB_INLINE void accumulate(const Block& block, int first, int last, const float* weights, int dim, int dim0, float* out) {
+ANB_INLINE void accumulate(const Block& block, const Block& ahead, int first, int last, const float* weights, int dim, int dim0, float* out) {
   vf sum[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) sum[r][z] = load(out + r * dim + dim0 + z * kLanes);
   for (int t = first; t < last;) {
     const int chunk = t / kLanes, end = (chunk + 1) * kLanes < last ? (chunk + 1) * kLanes : last;
-    const uint8_t* v = block.v[chunk] + ((t % kLanes) * dim + dim0) * T::size;
-    for (; t < end; ++t, v += dim * T::size) {
+    const int offset = ((t % kLanes) * dim + dim0) * T::size;
+    const uint8_t *v = block.v[chunk] + offset, *next = ahead.v[chunk] + offset;
+    for (; t < end; ++t, v += dim * T::size, next += dim * T::size) {
+      if (R <= kPrefetchRows)
+        for (int byte = 0; byte < Z * kLanes * T::size; byte += 64) prefetch(next + byte);
       vf x[Z];
       for (int z = 0; z < Z; ++z) x[z] = T::load_v(v, z * kLanes);
       for (int r = 0; r < R; ++r) {
@@ -227,26 +260,28 @@ ANB_INLINE void accumulate(const Block& block, int first, int last, const float*
 }
 
 template <class T, int R>
-void accumulate_tile(const Block& block, int first, int last, const float* weights, int dim, float* out) {
+void accumulate_tile(const Block& block, const Block& ahead, int first, int last, const float* weights, int dim, float* out) {
   constexpr int Z = kAccumulators / R >= 4 ? 4 : kAccumulators / R >= 2 ? 2 : 1;
   int d = 0;
-  for (; d + Z * kLanes <= dim; d += Z * kLanes) accumulate<T, R, Z>(block, first, last, weights, dim, d, out);
-  for (; d < dim; d += kLanes) accumulate<T, R, 1>(block, first, last, weights, dim, d, out);
+  for (; d + Z * kLanes <= dim; d += Z * kLanes) accumulate<T, R, Z>(block, ahead, first, last, weights, dim, d, out);
+  for (; d < dim; d += kLanes) accumulate<T, R, 1>(block, ahead, first, last, weights, dim, d, out);
 }
 
 template <class T>
 ANB_INLINE void accumulate_seen(const Block& block, const Seen& seen, int first, int last, const float* weights, int dim, float* out) {
   for (int t = first; t < last; ++t)
-    if (seen.sees(t)) accumulate_tile<T, 1>(block, t, t + 1, weights, dim, out);
+    if (seen.sees(t)) accumulate_tile<T, 1>(block, block, t, t + 1, weights, dim, out);
 }
 
 // R query rows against one block: max[r], sum[r] (-1: sees nothing), out[r][dim]. `q` is [dim][R].
 template <class T, bool kScaled, int R>
-void attend_tile(const Block& block, const Seen* seen, const float* q, int dim, float* scores, float* out, float* row_max, float* row_sum) {
+void attend_tile(const Block& block, const Block& ahead, const Seen* seen, const float* q, int dim, float* scores, float* out, float* row_max, float* row_sum) {
   int lo = kBlock, hi = 0, all_lo = 0, all_hi = kBlock;  // union and intersection of what the rows see
   bool is_empty[R];
+  int num_empty = 0;
   for (int r = 0; r < R; ++r) {
     is_empty[r] = seen[r].is_empty();
+    num_empty += is_empty[r];
     row_sum[r] = -1.0f;
     if (is_empty[r]) continue;
     lo = seen[r].lo < lo ? seen[r].lo : lo;
@@ -255,9 +290,9 @@ void attend_tile(const Block& block, const Seen* seen, const float* q, int dim, 
     all_hi = seen[r].line_end < all_hi ? seen[r].line_end : all_hi;
   }
   if (lo >= hi) return;
-  score_tile<T, kScaled, R>(block, lo / kLanes, (hi + kLanes - 1) / kLanes, q, dim, scores);
-  for (int r = 0; r < R; ++r)
-    if (!is_empty[r]) weigh_row<kScaled>(block, seen[r], scores + r * kBlock, row_max + r, row_sum + r);
+  score_tile<T, kScaled, R>(block, ahead, lo / kLanes, (hi + kLanes - 1) / kLanes, q, dim, scores);
+  if (all_lo == 0 && all_hi == kBlock && num_empty == 0) weigh_tile<kScaled, true, R>(block, seen, is_empty, scores, row_max, row_sum);
+  else weigh_tile<kScaled, false, R>(block, seen, is_empty, scores, row_max, row_sum);
   for (int i = 0; i < R * dim; i += kLanes) store(out + i, zero());
   if (all_lo >= all_hi) all_lo = all_hi = kBlock;
   for (int r = 0; r < R; ++r)
@@ -265,17 +300,17 @@ void attend_tile(const Block& block, const Seen* seen, const float* q, int dim, 
       const int end = seen[r].hi < all_lo ? seen[r].hi : all_lo;
       accumulate_seen<T>(block, seen[r], seen[r].lo, end, scores + r * kBlock, dim, out + r * dim);
     }
-  if (all_lo < all_hi) accumulate_tile<T, R>(block, all_lo, all_hi, scores, dim, out);
+  if (all_lo < all_hi) accumulate_tile<T, R>(block, ahead, all_lo, all_hi, scores, dim, out);
   for (int r = 0; r < R; ++r)
     if (!is_empty[r] && all_hi < seen[r].hi)
       accumulate_seen<T>(block, seen[r], all_hi, seen[r].hi, scores + r * kBlock, dim, out + r * dim);
 }
 
 template <class T, bool kScaled>
-ANB_INLINE void attend(int tile, const Block& block, const Seen* seen, const float* q, int dim, const Scratch& s, float* row_max, float* row_sum) {
+ANB_INLINE void attend(int tile, const Block& block, const Block& ahead, const Seen* seen, const float* q, int dim, const Scratch& s, float* row_max, float* row_sum) {
   switch (tile) {
 #define ANB_CASE(R) \
-  case R: attend_tile<T, kScaled, R>(block, seen, q, dim, s.scores, s.tile_out, row_max, row_sum); break;
+  case R: attend_tile<T, kScaled, R>(block, ahead, seen, q, dim, s.scores, s.tile_out, row_max, row_sum); break;
     ANB_CASE(1) ANB_CASE(2)
 #if defined(__AVX2__)
     ANB_CASE(3) ANB_CASE(4) ANB_CASE(6)
@@ -289,24 +324,32 @@ ANB_INLINE void attend(int tile, const Block& block, const Seen* seen, const flo
 
 // ---- Merging blocks ----
 
-// Folds the next block of a query row into its state [dim] output, max, sum. `is_first` if the state holds nothing yet.
-ANB_INLINE void merge(float* state, int dim, const float* out, float row_max, float row_sum, bool is_first) {
-  if (is_first) {
-    for (int d = 0; d < dim; d += kLanes) store(state + d, load(out + d));
-    state[dim] = row_max;
-    state[dim + 1] = row_sum;
-    return;
+// Folds one block's results of query rows [first, first + n), n <= 16, into their states. A row sum of -1 says that the row has none, in the
+// block or in the state.
+ANB_INLINE void merge(const Scratch& s, int dim, int first, int n, const float* const* out, const float* row_max, const float* row_sum) {
+  const vf old_max = load(s.max + first), new_max = load(row_max), old_sum = load(s.sum + first), new_sum = load(row_sum);
+  const uint32_t has_new = ~is_equal(new_sum, set1(-1.0f)) & ((1u << n) - 1), has_old = ~is_equal(old_sum, set1(-1.0f));
+  const vf top = max(old_max, new_max);
+  const vf a = exp2(sub(old_max, top)), b = exp2(sub(new_max, top));
+  store(s.max + first, select(has_new & has_old, top, select(has_new, new_max, old_max)));
+  store(s.sum + first, select(has_new & has_old, add(mul(old_sum, a), mul(new_sum, b)), select(has_new, new_sum, old_sum)));
+  float old_weight[kLanes], new_weight[kLanes];
+  store(old_weight, a);
+  store(new_weight, b);
+  for (int i = 0; i < n; ++i) {
+    float* state = s.state + int64_t(first + i) * dim;
+    if (!(has_new >> i & 1)) continue;
+    if (has_old >> i & 1) {
+      const vf x = set1(old_weight[i]), y = set1(new_weight[i]);
+      for (int d = 0; d < dim; d += kLanes) store(state + d, fma(load(state + d), x, mul(load(out[i] + d), y)));
+    } else {
+      for (int d = 0; d < dim; d += kLanes) store(state + d, load(out[i] + d));
+    }
   }
-  const float top = state[dim] > row_max ? state[dim] : row_max;
-  const float a = exp2_scalar(state[dim] - top), b = exp2_scalar(row_max - top);
-  const vf va = set1(a), vb = set1(b);
-  for (int d = 0; d < dim; d += kLanes) store(state + d, fma(load(state + d), va, mul(load(out + d), vb)));
-  state[dim] = top;
-  state[dim + 1] = state[dim + 1] * a + row_sum * b;
 }
 
-ANB_INLINE void finish(const float* state, int dim, int head_dim, float* out) {
-  const vf total = set1(1.0f / state[dim + 1]);
+ANB_INLINE void finish(const float* state, float sum, int head_dim, float* out) {
+  const vf total = set1(1.0f / sum);
   int d = 0;
   for (; d + kLanes <= head_dim; d += kLanes) store(out + d, mul(load(state + d), total));
   if (d < head_dim) {
@@ -318,19 +361,31 @@ ANB_INLINE void finish(const float* state, int dim, int head_dim, float* out) {
 
 // ---- Finding blocks ----
 
+// A block of one sequence, as far as it has slots.
+struct Place {
+  const int32_t* pages;
+  int kv_head, block, num_slots;
+};
+
+ANB_INLINE Place place_of(const Row& row, int kv_head, int block) {
+  const int rest = row.kv_len - block * kBlock;
+  return {row.pages, kv_head, block, rest < kBlock ? rest : kBlock};
+}
+
 template <class T>
-void locate(const Job& job, int kv_head, const int32_t* pages, int block, int num_slots, Block* found) {
+ANB_INLINE void locate(const Job& job, const Place& place, Block* found) {
   const KVPool& kv = *job.kv;
-  const int chunks_per_page = kv.page_size / kLanes, first = block * kChunks;
-  for (int c = 0; c * kLanes < num_slots; ++c) {
-    const uint8_t* head = job.layer + pages[(first + c) / chunks_per_page] * kv.page_bytes + kv_head * kv.head_bytes;
-    const int offset = (first + c) % chunks_per_page * kLanes;
-    found->k[c] = head + int64_t(offset) * kv.padded_dim * T::size;
-    found->v[c] = head + kv.v_offset + int64_t(offset) * kv.padded_dim * T::size;
+  const int chunks_per_page = kv.page_size / kLanes, chunk_bytes = kv.padded_dim * kLanes * T::size;
+  int page = place.block * kChunks / chunks_per_page, chunk = place.block * kChunks % chunks_per_page;
+  for (int c = 0; c * kLanes < place.num_slots; ++c) {
+    const uint8_t* head = job.layer + place.pages[page] * kv.page_bytes + place.kv_head * kv.head_bytes;
+    found->k[c] = head + int64_t(chunk) * chunk_bytes;
+    found->v[c] = found->k[c] + kv.v_offset;
     if (T::size == 1) {
-      found->k_scale[c] = (const float*)(head + kv.scale_offset) + offset;
+      found->k_scale[c] = (const float*)(head + kv.scale_offset) + chunk * kLanes;
       found->v_scale[c] = found->k_scale[c] + kv.page_size;
     }
+    if (++chunk == chunks_per_page) chunk = 0, ++page;
   }
 }
 
@@ -408,22 +463,36 @@ struct QueryRows {
   }
 };
 
+// Query rows [first, last), scaled, tile by tile as [padded_dim][tile rows], so that a tile is read in one line.
 void pack_q(const QueryRows& rows, int first, int last, float* packed) {
   const KVPool& kv = *rows.job.kv;
-  for (int i = first; i < last;) {
-    const int tile = tile_size(last - i);
+  const vf scale = set1(rows.job.scale);
+  for (int i = first, tile; i < last; i += tile, packed += tile * kv.padded_dim) {
+    tile = tile_size(last - i);
     for (int r = 0; r < tile; ++r) {
-      const float* q = i + r < last ? rows.job.q + rows.token(i + r) * rows.job.q_stride + rows.head(i + r) * kv.head_dim : nullptr;
-      for (int d = 0; d < kv.padded_dim; ++d) packed[d * tile + r] = q && d < kv.head_dim ? q[d] * rows.job.scale : 0.0f;
+      const float* q = rows.job.q + rows.token(i + r) * rows.job.q_stride + rows.head(i + r) * kv.head_dim;
+      for (int d = 0; d < kv.padded_dim; d += kLanes) {
+        float rest[kLanes] = {};
+        const int n = i + r >= last ? 0 : kv.head_dim - d;
+        if (n < kLanes)
+          for (int j = 0; j < n; ++j) rest[j] = q[d + j];
+        scatter(packed + d * tile + r, tile, mul(load(n < kLanes ? rest : q + d), scale));
+      }
     }
-    packed += tile * kv.padded_dim;
-    i += tile;
   }
 }
 
-// Query rows [first, last), whose pages are the same there, against one block; results into the state or the partials.
+ANB_INLINE void store_partial(float* partial, const float* out, int dim, float row_max, float row_sum) {
+  partial[dim] = row_max;
+  partial[dim + 1] = row_sum;
+  if (row_sum == -1.0f) return;
+  for (int d = 0; d < dim; d += kLanes) store(partial + d, load(out + d));
+}
+
+// Query rows [first, last), whose pages are the same there, against one block; results into the state or the partials. `ahead` is the block
+// that comes next (num_slots 0: none).
 template <class T>
-void attend_block(const QueryRows& rows, int first, int last, const int32_t* pages, int block, bool to_partials, const Scratch& s) {
+void attend_block(const QueryRows& rows, int first, int last, const int32_t* pages, int block, const Place& ahead, bool to_partials, const Scratch& s) {
   const Job& job = rows.job;
   const KVPool& kv = *job.kv;
   const int dim = kv.padded_dim, start = block * kBlock;
@@ -432,41 +501,45 @@ void attend_block(const QueryRows& rows, int first, int last, const int32_t* pag
     const int end = clamp_to_block(job.visible[token].hi - start);
     if (job.visible[token].lo - start < kBlock && end > num_slots) num_slots = end;
   }
-  Block found;
-  const bool has_chunks = kv.chunk == kLanes, is_wide = !has_chunks || last - first >= kConvertRows;
-  if (has_chunks) locate<T>(job, rows.kv_head, pages, block, num_slots, &found);
-  if (is_wide && T::size < 4 && has_chunks) widen<T>(found, num_slots, dim, s);
-  if (!has_chunks) gather<T>(job, rows.kv_head, pages, block, num_slots, s);
-  const bool in_scratch = !has_chunks || (is_wide && T::size < 4);
-  if (in_scratch) point_at_scratch(s, dim, &found);
+  Block found, next;
+  const bool has_chunks = kv.chunk == kLanes;
+  const bool in_scratch = !has_chunks || (last - first >= kConvertRows && T::size < 4);
+  if (has_chunks) locate<T>(job, {pages, rows.kv_head, block, num_slots}, &found);
+  if (in_scratch) {
+    if (has_chunks) widen<T>(found, num_slots, dim, s);
+    else gather<T>(job, rows.kv_head, pages, block, num_slots, s);
+    point_at_scratch(s, dim, &found);
+  }
+  next = found;
+  if (!in_scratch && ahead.num_slots > 0) locate<T>(job, ahead, &next);
 
   const float* q = s.q;
   for (int i = first, tile; i < last; i += tile, q += tile * dim) {
     tile = tile_size(last - i);
     Seen seen[kMaxTile];
-    float row_max[kMaxTile], row_sum[kMaxTile];
+    float row_max[kLanes] = {}, row_sum[kLanes] = {};
     for (int r = 0; r < tile; ++r) seen[r] = seen_in_block(job.visible[rows.token(i + r < last ? i + r : last - 1)], block);
-    if (in_scratch) attend<F32, T::size == 1>(tile, found, seen, q, dim, s, row_max, row_sum);
-    else attend<T, T::size == 1>(tile, found, seen, q, dim, s, row_max, row_sum);
-    for (int r = 0; r < tile && i + r < last; ++r) {
-      float* target = to_partials ? rows.partial(i + r, block) : s.state + (i + r) * s.state_stride;
-      if (row_sum[r] == -1.0f) {
-        if (to_partials) target[dim + 1] = -1.0f;
-      } else {
-        merge(target, dim, s.tile_out + r * dim, row_max[r], row_sum[r], to_partials || target[dim + 1] == -1.0f);
-      }
+    if (in_scratch) attend<F32, T::size == 1>(tile, found, next, seen, q, dim, s, row_max, row_sum);
+    else attend<T, T::size == 1>(tile, found, next, seen, q, dim, s, row_max, row_sum);
+    const int n = last - i < tile ? last - i : tile;
+    if (to_partials) {
+      for (int r = 0; r < n; ++r) store_partial(rows.partial(i + r, block), s.tile_out + r * dim, dim, row_max[r], row_sum[r]);
+    } else {
+      const float* out[kLanes];
+      for (int r = 0; r < n; ++r) out[r] = s.tile_out + r * dim;
+      merge(s, dim, i, n, out, row_max, row_sum);
     }
   }
 }
 
-void clear_states(const Scratch& s, int num_rows, int dim) {
-  for (int i = 0; i < num_rows; ++i) s.state[i * s.state_stride + dim + 1] = -1.0f;
+void clear_states(const Scratch& s, int num_rows) {
+  for (int i = 0; i < num_rows; i += kLanes) store(s.sum + i, set1(-1.0f)), store(s.max + i, zero());
 }
 
 void finish_rows(const QueryRows& rows, const Scratch& s) {
   const KVPool& kv = *rows.job.kv;
   for (int i = 0; i < rows.count(); ++i)
-    finish(s.state + i * s.state_stride, kv.padded_dim, kv.head_dim,
+    finish(s.state + int64_t(i) * kv.padded_dim, s.sum[i], kv.head_dim,
            rows.job.out + rows.token(i) * rows.job.out_stride + rows.head(i) * kv.head_dim);
 }
 
@@ -478,37 +551,64 @@ ANB_INLINE int last_of(const QueryRows& rows, const Row& row) {
   return rows.index_of(row.last_token < rows.span.last_token ? row.last_token : rows.span.last_token);
 }
 
-template <class T>
-void run_shared(const QueryRows& rows, int first_block, int last_block, bool to_partials, const Scratch& s) {
-  if (first_block >= last_block) return;
-  pack_q(rows, 0, rows.count(), s.q);
-  for (int b = first_block; b < last_block; ++b)
-    attend_block<T>(rows, 0, rows.count(), rows.job.rows[rows.span.first_row].pages, b, to_partials, s);
-}
-
-template <class T>
-void run_own(const QueryRows& rows, int row_id, int first_block, int last_block, bool to_partials, const Scratch& s) {
-  const Row& row = rows.job.rows[row_id];
-  const int first = first_of(rows, row), last = last_of(rows, row);
-  if (first >= last || first_block >= last_block) return;
-  pack_q(rows, first, last, s.q);
-  for (int b = first_block; b < last_block; ++b) attend_block<T>(rows, first, last, row.pages, b, to_partials, s);
-}
-
 ANB_INLINE int first_own_block(const Span& span, const Row& row) {
   return row.first_block > span.shared_blocks ? row.first_block : span.shared_blocks;
 }
 
+// The first block of a unit's work.
+ANB_INLINE Place start_of(const Job& job, const Unit& unit) {
+  const Span& span = job.spans[unit.span];
+  const Row& row = job.rows[unit.kind == UnitKind::own ? unit.row : span.first_row];
+  if (unit.kind != UnitKind::whole) return place_of(row, unit.kv_head, unit.first_block);
+  return place_of(row, unit.kv_head, span.first_block < span.shared_blocks ? span.first_block : first_own_block(span, row));
+}
+
+template <class T>
+void run_shared(const QueryRows& rows, int first_block, int last_block, const Place& after, bool to_partials, const Scratch& s) {
+  if (first_block >= last_block) return;
+  const Row& row = rows.job.rows[rows.span.first_row];
+  pack_q(rows, 0, rows.count(), s.q);
+  for (int b = first_block; b < last_block; ++b)
+    attend_block<T>(rows, 0, rows.count(), row.pages, b, b + 1 < last_block ? place_of(row, rows.kv_head, b + 1) : after, to_partials, s);
+}
+
+template <class T>
+void run_own(const QueryRows& rows, int row_id, int first_block, int last_block, const Place& after, bool to_partials, const Scratch& s) {
+  const Row& row = rows.job.rows[row_id];
+  const int first = first_of(rows, row), last = last_of(rows, row);
+  if (first >= last || first_block >= last_block) return;
+  pack_q(rows, first, last, s.q);
+  for (int b = first_block; b < last_block; ++b)
+    attend_block<T>(rows, first, last, row.pages, b, b + 1 < last_block ? place_of(row, rows.kv_head, b + 1) : after, to_partials, s);
+}
+
+template <class T>
+void run_whole(const QueryRows& rows, const Place& after, const Scratch& s) {
+  const Span& span = rows.span;
+  const Row* all = rows.job.rows;
+  const auto start_of_row = [&](int r) { return r < span.last_row ? place_of(all[r], rows.kv_head, first_own_block(span, all[r])) : after; };
+  clear_states(s, rows.count());
+  run_shared<T>(rows, span.first_block, span.shared_blocks, start_of_row(span.first_row), false, s);
+  for (int r = span.first_row; r < span.last_row; ++r)
+    run_own<T>(rows, r, first_own_block(span, all[r]), all[r].last_block, start_of_row(r + 1), false, s);
+}
+
 void merge_partials(const QueryRows& rows, const Scratch& s) {
   const int dim = rows.job.kv->padded_dim;
-  clear_states(s, rows.count(), dim);
+  clear_states(s, rows.count());
   for (int r = rows.span.first_row; r < rows.span.last_row; ++r) {
     const Row& row = rows.job.rows[r];
-    for (int i = first_of(rows, row); i < last_of(rows, row); ++i) {
-      float* state = s.state + i * s.state_stride;
-      const auto fold = [&](int b) {
-        const float* partial = rows.partial(i, b);
-        if (partial[dim + 1] != -1.0f) merge(state, dim, partial, partial[dim], partial[dim + 1], state[dim + 1] == -1.0f);
+    for (int i = first_of(rows, row), n; i < last_of(rows, row); i += n) {
+      n = last_of(rows, row) - i < kLanes ? last_of(rows, row) - i : kLanes;
+      const auto fold = [&](int block) {
+        const float* out[kLanes];
+        float row_max[kLanes] = {}, row_sum[kLanes] = {};
+        for (int j = 0; j < n; ++j) {
+          out[j] = rows.partial(i + j, block);
+          row_max[j] = out[j][dim];
+          row_sum[j] = out[j][dim + 1];
+        }
+        merge(s, dim, i, n, out, row_max, row_sum);
       };
       for (int b = rows.span.first_block; b < rows.span.shared_blocks; ++b) fold(b);
       for (int b = first_own_block(rows.span, row); b < row.last_block; ++b) fold(b);
@@ -517,20 +617,15 @@ void merge_partials(const QueryRows& rows, const Scratch& s) {
 }
 
 template <class T>
-void run_unit_of(const Job& job, const Unit& unit, void* memory) {
+void run_unit_of(const Job& job, const Unit& unit, const Unit* next, void* memory) {
   const Span& span = job.spans[unit.span];
   const QueryRows rows{job, span, unit.kv_head};
   const Scratch s = lay_out(memory, *job.kv, rows.count());
+  const Place after = next ? start_of(job, *next) : Place{};
   switch (unit.kind) {
-    case UnitKind::whole:
-      clear_states(s, rows.count(), job.kv->padded_dim);
-      run_shared<T>(rows, span.first_block, span.shared_blocks, false, s);
-      for (int r = span.first_row; r < span.last_row; ++r)
-        run_own<T>(rows, r, first_own_block(span, job.rows[r]), job.rows[r].last_block, false, s);
-      finish_rows(rows, s);
-      return;
-    case UnitKind::shared: run_shared<T>(rows, unit.first_block, unit.last_block, true, s); break;
-    case UnitKind::own: run_own<T>(rows, unit.row, unit.first_block, unit.last_block, true, s); break;
+    case UnitKind::whole: run_whole<T>(rows, after, s); return finish_rows(rows, s);
+    case UnitKind::shared: run_shared<T>(rows, unit.first_block, unit.last_block, after, true, s); break;
+    case UnitKind::own: run_own<T>(rows, unit.row, unit.first_block, unit.last_block, after, true, s); break;
   }
   std::atomic<int32_t>& remaining = job.remaining[int64_t(unit.span) * job.kv->num_kv_heads + unit.kv_head];
   if (remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -539,30 +634,18 @@ void run_unit_of(const Job& job, const Unit& unit, void* memory) {
   finish_rows(rows, s);
 }
 
-void run_unit(const Job& job, const Unit& unit, void* scratch) {
+void run_unit(const Job& job, const Unit& unit, const Unit* next, void* scratch) {
   switch (KVType(job.kv->type)) {
-    case KVType::f32: return run_unit_of<F32>(job, unit, scratch);
-    case KVType::f16: return run_unit_of<F16>(job, unit, scratch);
-    case KVType::bf16: return run_unit_of<BF16>(job, unit, scratch);
-    case KVType::i8: return run_unit_of<I8>(job, unit, scratch);
+    case KVType::f32: return run_unit_of<F32>(job, unit, next, scratch);
+    case KVType::f16: return run_unit_of<F16>(job, unit, next, scratch);
+    case KVType::bf16: return run_unit_of<BF16>(job, unit, next, scratch);
+    case KVType::i8: return run_unit_of<I8>(job, unit, next, scratch);
   }
 }
 
 // ---- Writing KV ----
 
 constexpr float kMaxHalf = 65504.0f;
-
-ANB_INLINE float saturate(float x) { return x > kMaxHalf ? kMaxHalf : x < -kMaxHalf ? -kMaxHalf : x; }  // NaN stays
-
-ANB_INLINE void put(KVType type, uint8_t* p, int64_t i, float x) {
-  if (type == KVType::f32) ((float*)p)[i] = x;
-#if defined(__F16C__)
-  else if (type == KVType::f16) ((uint16_t*)p)[i] = uint16_t(_cvtss_sh(saturate(x), _MM_FROUND_TO_NEAREST_INT));
-#else
-  else if (type == KVType::f16) ((uint16_t*)p)[i] = float_to_half(saturate(x));
-#endif
-  else ((uint16_t*)p)[i] = float_to_bfloat(x);
-}
 
 // Scale of 127 steps; NaN or infinity anywhere makes it so, and with it every score or output of the slot.
 ANB_INLINE float i8_scale(const float* x, int n) {
@@ -594,14 +677,39 @@ void write_slot_i8(const KVPool& kv, uint8_t* head, int offset, const float* k, 
   }
 }
 
+// Sixteen numbers as the pool stores them, to dst[0], dst[stride] ...
+template <KVType type>
+ANB_INLINE void put16(uint8_t* dst, int64_t stride, vf x) {
+  if (type == KVType::f32) {
+    if (stride == 1) store((float*)dst, x);
+    else scatter((float*)dst, int(stride), x);
+    return;
+  }
+  uint16_t words[kLanes];
+  if (type == KVType::f16) {
+    store_half(words, min(set1(kMaxHalf), max(set1(-kMaxHalf), x)));  // NaN stays
+  } else {
+    float lanes[kLanes];
+    store(lanes, x);
+    for (int i = 0; i < kLanes; ++i) words[i] = float_to_bfloat(lanes[i]);
+  }
+  if (stride == 1) memcpy(dst, words, sizeof(words));
+  else
+    for (int i = 0; i < kLanes; ++i) ((uint16_t*)dst)[i * stride] = words[i];
+}
+
 template <KVType type>
 ANB_INLINE void write_slot(const KVPool& kv, uint8_t* head, int offset, const float* k, const float* v) {
   constexpr int size = type == KVType::f32 ? 4 : 2;
   uint8_t* k_column = head + k_index(kv, offset, 0) * size;
   uint8_t* v_row = head + kv.v_offset + int64_t(offset) * kv.padded_dim * size;
-  for (int d = 0; d < kv.padded_dim; ++d) {
-    put(type, k_column, int64_t(d) * kv.chunk, d < kv.head_dim ? k[d] : 0.0f);
-    put(type, v_row, d, d < kv.head_dim ? v[d] : 0.0f);
+  for (int d = 0; d < kv.padded_dim; d += kLanes) {
+    const int n = kv.head_dim - d;
+    float rest[2][kLanes] = {};
+    if (n < kLanes)
+      for (int j = 0; j < n; ++j) rest[0][j] = k[d + j], rest[1][j] = v[d + j];
+    put16<type>(k_column + int64_t(d) * kv.chunk * size, kv.chunk, load(n < kLanes ? rest[0] : k + d));
+    put16<type>(v_row + d * size, 1, load(n < kLanes ? rest[1] : v + d));
   }
 }
 

@@ -22,6 +22,7 @@ struct Row {
   const int32_t* pages;
   int32_t first_token, last_token;
   int32_t first_block, last_block;  // blocks in which some token of the row sees a slot
+  int32_t kv_len;
 };
 
 // Consecutive new tokens that one unit computes together: of one row, or of several with the same pages up to block shared_blocks.
@@ -68,7 +69,7 @@ struct Job {
 struct AttentionKernels {
   const char* name;
   int64_t (*scratch_bytes)(const KVPool& kv, int max_span_rows);
-  void (*run_unit)(const Job& job, const Unit& unit, void* scratch);
+  void (*run_unit)(const Job& job, const Unit& unit, const Unit* next, void* scratch);  // next: what this thread likely runs after it
   void (*write_kv)(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int num_tokens, const float* k, int64_t k_stride,
                    const float* v, int64_t v_stride);
 };

@@ -36,6 +36,8 @@ constexpr float kExp2[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3
 constexpr float kMinExp2 = -126.0f;  // below it 2^x is flushed to zero: denormals would be slow
 constexpr float kLog2e = 0x1.715476p+0f;
 
+ANB_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2; any address will do
+
 ANB_INLINE float bits_to_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);
@@ -61,6 +63,7 @@ ANB_INLINE uint16_t float_to_half(float value) {
   if (rest < 0x38800000) return uint16_t(sign | uint32_t(bits_to_float(rest) * 0x1p24f + 0x1.8p23f - 0x1.8p23f));
   return uint16_t(sign | ((rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13));
 }
+// Round to nearest even; NaN stays NaN.
 ANB_INLINE uint16_t float_to_bfloat(float value) {
   const uint32_t bits = float_to_bits(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
@@ -96,6 +99,10 @@ template <int J>
 ANB_INLINE vf load_i8_of_four(const uint8_t* p) {
   const __m512i x = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0x80808080u)));
   return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * J), 24))};
+}
+ANB_INLINE void scatter(float* p, int stride, vf x) {  // lane i to p[i * stride]
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_i32scatter_ps(p, _mm512_mullo_epi32(lane, _mm512_set1_epi32(stride)), x.v, 4);
 }
 ANB_INLINE void store_half(uint16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
 ANB_INLINE float hmax(vf x) {  // NaN lanes may be passed over
@@ -259,6 +266,14 @@ ANB_INLINE float exp2_lane(float x) {
 ANB_INLINE vf exp2(vf x) { ANB_LANES(exp2_lane(x.v[i])); }
 #undef ANB_LANES
 
+#endif
+
+#if !defined(__AVX512F__)
+ANB_INLINE void scatter(float* p, int stride, vf x) {  // lane i to p[i * stride]
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) p[i * stride] = lanes[i];
+}
 #endif
 
 // 2^x of one number, the same bits as in a lane of exp2(vf).
