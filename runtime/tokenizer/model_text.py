@@ -10,11 +10,11 @@ import tokenizers
 from anabranch.runtime.tokenizer.gguf_vocabulary import adds_bos, gguf_tokenizer
 from anabranch.runtime.tokenizer.token_bytes import UnsupportedTokenizer
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
-from anabranch.runtime.worker.loading.checkpoint import find_gguf, from_gguf
-from anabranch.runtime.worker.loading.config import ModelConfig, config_from_json
+from anabranch.runtime.worker.loading.checkpoint import find_gguf, from_gguf, read_config
+from anabranch.runtime.worker.loading.config import ModelConfig
 from anabranch.runtime.worker.loading.errors import refuse, shown
 from anabranch.runtime.worker.loading.files import MAX_INDEX_BYTES, inside, read_bytes, read_json
-from anabranch.runtime.worker.loading.gguf import read_gguf
+from anabranch.runtime.worker.loading.gguf import GgufFile, read_gguf
 
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -31,22 +31,33 @@ class ModelText:
     warnings: tuple[str, ...] = ()
 
 
-def open_model_text(path: str | Path) -> ModelText:
-    """Read the text side of a model directory or GGUF file. Raises CheckpointError."""
+def open_model_text(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelText:
+    """Read the text side of a model directory or GGUF file; vocabulary and template from `tokenizer` instead, if given.
+
+    Raises CheckpointError.
+    """
     path = Path(path)
+    gguf = _find(path)
+    file = read_gguf(gguf) if gguf is not None else None
+    config = from_gguf(file).config if file is not None else read_config(path)
+    if tokenizer is None:
+        return _from_gguf(file, config) if file is not None else _from_directory(path, config)
+    other = Path(tokenizer)
+    gguf = _find(other)
+    return _from_directory(other, config) if gguf is None else _from_gguf(read_gguf(gguf, with_tensors=False), config)
+
+
+def _find(path: Path) -> Path | None:
     if not path.exists():
         refuse(path, "does not exist")
     gguf = find_gguf(path)
-    if gguf is not None:
-        return _from_gguf(gguf)
-    if not path.is_dir():
+    if gguf is None and not path.is_dir():
         refuse(path, "is not a model: give a directory with config.json and safetensors, or a .gguf file")
-    return _from_directory(path)
+    return gguf
 
 
-def _from_gguf(path: Path) -> ModelText:
-    file = read_gguf(path)
-    metadata, config = file.metadata, from_gguf(file).config
+def _from_gguf(file: GgufFile, config: ModelConfig) -> ModelText:
+    path, metadata = file.path, file.metadata
     tokenizer = gguf_tokenizer(path, metadata)
     ends = config.eos_token_ids
     vocabulary = _vocabulary(path, tokenizer, config, (), config.bos_token_id, ends, adds_bos=adds_bos(metadata))
@@ -60,16 +71,13 @@ def _from_gguf(path: Path) -> ModelText:
     return _model_text(config, vocabulary, template if isinstance(template, str) else None, named)
 
 
-def _from_directory(path: Path) -> ModelText:
+def _from_directory(path: Path, config: ModelConfig) -> ModelText:
     names = {entry.name for entry in path.iterdir()}
     if "tokenizer.json" not in names:
         found = sorted(names & {"tokenizer.model", "vocab.json", "tekken.json", "spiece.model"})
         have = f"it has {', '.join(found)}; " if found else ""
         make = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         refuse(path, f"has no tokenizer.json; {have}write one with transformers: {make}")
-    generation = read_json(inside(path, "generation_config.json")) if "generation_config.json" in names else None
-    config_path = inside(path, "config.json")
-    config = config_from_json(config_path, read_json(config_path), generation)
     settings: dict[str, Any] = {}
     if "tokenizer_config.json" in names:
         settings = read_json(inside(path, "tokenizer_config.json"), MAX_TOKENIZER_CONFIG_BYTES)

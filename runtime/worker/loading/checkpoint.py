@@ -139,10 +139,15 @@ def _open_directory(path: Path) -> Checkpoint:
     if gguf is not None:
         return from_gguf(read_gguf(gguf))
     names = sorted(entry.name for entry in path.iterdir())
-    tensors = _read_safetensors_of(path, names)
-    generation = read_json(inside(path, "generation_config.json")) if "generation_config.json" in names else None
-    config_path = inside(path, "config.json")
-    return Checkpoint(path, config_from_json(config_path, read_json(config_path), generation), tensors)
+    return Checkpoint(path, read_config(path), _read_safetensors_of(path, names))
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The config of a safetensors directory: config.json, and generation_config.json if there is one."""
+    config_path = inside(directory, "config.json")
+    has_generation = (directory / "generation_config.json").exists()
+    generation = read_json(inside(directory, "generation_config.json")) if has_generation else None
+    return config_from_json(config_path, read_json(config_path), generation)
 
 
 def _read_safetensors_of(path: Path, names: list[str]) -> dict[str, RawTensor]:
