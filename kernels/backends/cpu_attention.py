@@ -50,7 +50,6 @@ class AttentionCallStruct(ctypes.Structure):
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Give the attention functions of `library` their types."""
     library.anb_kv_layout.argtypes, library.anb_kv_layout.restype = [_PTR], _I64
-    library.anb_attention_isa.argtypes, library.anb_attention_isa.restype = [ctypes.c_char_p], ctypes.c_char_p
     library.anb_attention_plan.argtypes, library.anb_attention_plan.restype = [], _PTR
     library.anb_attention_plan_free.argtypes, library.anb_attention_plan_free.restype = [_PTR], None
     library.anb_attention_begin.argtypes, library.anb_attention_begin.restype = [_PTR, _PTR, _PTR], ctypes.c_char_p

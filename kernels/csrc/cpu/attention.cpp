@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "common.h"
 #include "threads.h"
 
 namespace anabranch {
@@ -23,20 +24,13 @@ constexpr int kMinSplitBlocks = 4;     // a span with fewer blocks is cut by row
 constexpr float kBlockOverhead = 3.0f; // query rows' worth of work in reading a block
 constexpr float kSerialCost = 2.0f * kBlock * 8;  // less than this is not worth waking threads
 
-const AttentionKernels* choose_kernels() {
+const AttentionKernels& kernels() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
-    return &avx512::attention_kernels;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return &avx2::attention_kernels;
+  if (isa() == Isa::avx512) return avx512::attention_kernels;
+  if (isa() == Isa::avx2) return avx2::attention_kernels;
 #endif
-  return &plain::attention_kernels;
+  return plain::attention_kernels;
 }
-
-const AttentionKernels* kernels = choose_kernels();
-
-int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 // How attention with one (window, heads) pair is cut into units; layers that agree on both share it.
 struct Schedule {
@@ -379,7 +373,7 @@ Schedule& schedule_for(State& s, const AttentionCall& call, int num_threads) {
   if (needed > s.partials_size) {
     std::free(s.partials);
     s.partials_size = needed + needed / 4;
-    s.partials = static_cast<float*>(std::aligned_alloc(64, size_t(round_up(s.partials_size * 4, 64))));
+    s.partials = static_cast<float*>(std::aligned_alloc(64, round_up(size_t(s.partials_size) * 4, 64)));
     if (s.partials == nullptr) throw std::bad_alloc();
   }
   return schedule;
@@ -417,11 +411,12 @@ void attention(AttentionPlan& plan, ThreadPool& pool, const AttentionCall& call)
   const Job job{&s.kv, s.kv.data + call.layer * s.kv.layer_bytes, schedule.visible.data(), schedule.rows.data(), schedule.spans.data(),
                 s.partials, s.kv.padded_dim + 16, schedule.remaining.get(), schedule.num_units.data(),
                 call.num_q_heads / s.kv.num_kv_heads, call.scale * 0x1.715476p+0f, call.q, call.q_stride, call.out, call.out_stride};
-  const int64_t scratch_bytes = kernels->scratch_bytes(s.kv, schedule.max_span_rows);
+  const AttentionKernels& isa_kernels = kernels();
+  const int64_t scratch_bytes = isa_kernels.scratch_bytes(s.kv, schedule.max_span_rows);
   const int num_units = int(schedule.units.size());
   const Unit* units = schedule.units.data();
   const auto run = [&](int i, int thread) {
-    kernels->run_unit(job, units[i], i + 1 < num_units ? units + i + 1 : nullptr, pool.scratch(thread, size_t(scratch_bytes)));
+    isa_kernels.run_unit(job, units[i], i + 1 < num_units ? units + i + 1 : nullptr, pool.scratch(thread, size_t(scratch_bytes)));
   };
   if (!schedule.is_serial) return pool.parallel_for(num_units, run);
   pool.parallel_for(1, [&](int, int thread) {
@@ -431,7 +426,7 @@ void attention(AttentionPlan& plan, ThreadPool& pool, const AttentionCall& call)
 
 void write_kv(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int num_tokens, const float* k, int64_t k_stride, const float* v,
               int64_t v_stride) {
-  kernels->write_kv(kv, layer, kv_head, slots, num_tokens, k, k_stride, v, v_stride);
+  kernels().write_kv(kv, layer, kv_head, slots, num_tokens, k, k_stride, v, v_stride);
 }
 
 extern "C" int64_t anb_kv_layout(KVPool* kv) {
@@ -442,13 +437,13 @@ extern "C" int64_t anb_kv_layout(KVPool* kv) {
     return 0;
   const int64_t size = kSizes[kv->type];
   kv->chunk = kv->page_size % 16 == 0 ? 16 : kv->page_size;
-  kv->padded_dim = int32_t(round_up(kv->head_dim, 16));
+  kv->padded_dim = int32_t(round_up(size_t(kv->head_dim), 16));
   const int64_t v_offset = kv->page_size * kv->padded_dim * size;
   const int64_t scales = kv->type == int32_t(KVType::i8) ? 8 * kv->page_size : 0;
   if (2 * v_offset + scales > INT_MAX) return 0;
   kv->v_offset = int32_t(v_offset);
   kv->scale_offset = int32_t(2 * v_offset);
-  kv->head_bytes = round_up(2 * v_offset + scales, 64);
+  kv->head_bytes = int64_t(round_up(size_t(2 * v_offset + scales), 64));
   kv->page_bytes = kv->head_bytes * kv->num_kv_heads;
   int64_t total;
   if (__builtin_mul_overflow(kv->page_bytes, kv->num_pages, &kv->layer_bytes) || __builtin_mul_overflow(kv->layer_bytes, int64_t(kv->num_layers), &total))
@@ -463,24 +458,6 @@ extern "C" int64_t anb_kv_layout(KVPool* kv) {
 using namespace anabranch;
 
 extern "C" {
-
-// The instruction set in use: set it to "avx512", "avx2" or "plain" where this machine has it (null: leave). Returns its name.
-const char* anb_attention_isa(const char* name) {
-  if (name != nullptr) {
-    const AttentionKernels* best = choose_kernels();
-    const AttentionKernels* all[] = {
-#if defined(__x86_64__)
-        &avx512::attention_kernels, &avx2::attention_kernels,
-#endif
-        &plain::attention_kernels};
-    bool is_here = false;
-    for (const AttentionKernels* candidate : all) {
-      is_here = is_here || candidate == best;
-      if (is_here && strcmp(candidate->name, name) == 0) kernels = candidate;
-    }
-  }
-  return kernels->name;
-}
 
 void* anb_attention_plan() { return new (std::nothrow) AttentionPlan; }
 void anb_attention_plan_free(void* plan) { delete static_cast<AttentionPlan*>(plan); }

@@ -62,7 +62,7 @@ struct BF16 {
   static constexpr int size = 2;
   template <int J> ANB_INLINE vf load_k(const uint8_t* tile, int d) { return load_bfloat((const uint16_t*)tile + (d + J) * kLanes); }
   ANB_INLINE vf load_v(const uint8_t* row, int i) { return load_bfloat((const uint16_t*)row + i); }
-  ANB_INLINE float element_k(const uint8_t* p, int64_t i) { return bits_to_float(uint32_t(((const uint16_t*)p)[i]) << 16); }
+  ANB_INLINE float element_k(const uint8_t* p, int64_t i) { return bfloat_to_float(((const uint16_t*)p)[i]); }
 };
 struct I8 {
   static constexpr int size = 1;
@@ -730,15 +730,7 @@ void write_kv(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {
-#if defined(__AVX512F__)
-    "avx512",
-#elif defined(__AVX2__)
-    "avx2",
-#else
-    "plain",
-#endif
-    scratch_bytes, run_unit, write_kv};
+const AttentionKernels attention_kernels = {scratch_bytes, run_unit, write_kv};
 
 }  // namespace ANB_ISA
 }  // namespace anabranch

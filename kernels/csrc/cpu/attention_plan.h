@@ -67,7 +67,6 @@ struct Job {
 
 // One instruction set's kernels.
 struct AttentionKernels {
-  const char* name;
   int64_t (*scratch_bytes)(const KVPool& kv, int max_span_rows);
   void (*run_unit)(const Job& job, const Unit& unit, const Unit* next, void* scratch);  // next: what this thread likely runs after it
   void (*write_kv)(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int num_tokens, const float* k, int64_t k_stride,

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common.h"
+
 #if defined(__AVX512F__)
 #define ANB_ISA avx512
 #include <immintrin.h>
@@ -38,31 +40,6 @@ constexpr float kLog2e = 0x1.715476p+0f;
 
 ANB_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2; any address will do
 
-ANB_INLINE float bits_to_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-ANB_INLINE uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
-
-// IEEE half precision, round to nearest even.
-ANB_INLINE float half_to_float(uint16_t half) {
-  const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7fff;
-  if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  if (rest < 0x400) return bits_to_float(sign | float_to_bits(float(rest) * 0x1p-24f));
-  return bits_to_float(sign | ((rest << 13) + 0x38000000));
-}
-ANB_INLINE uint16_t float_to_half(float value) {
-  const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-  if (rest > 0x7f800000) return uint16_t(sign | 0x7e00);
-  if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);
-  if (rest < 0x38800000) return uint16_t(sign | uint32_t(bits_to_float(rest) * 0x1p24f + 0x1.8p23f - 0x1.8p23f));
-  return uint16_t(sign | ((rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13));
-}
 // Round to nearest even; NaN stays NaN.
 ANB_INLINE uint16_t float_to_bfloat(float value) {
   const uint32_t bits = float_to_bits(value);
@@ -238,7 +215,7 @@ ANB_INLINE uint32_t is_equal(vf a, vf b) {
   return mask;
 }
 ANB_INLINE vf load_half(const uint16_t* p) { ANB_LANES(half_to_float(p[i])); }
-ANB_INLINE vf load_bfloat(const uint16_t* p) { ANB_LANES(bits_to_float(uint32_t(p[i]) << 16)); }
+ANB_INLINE vf load_bfloat(const uint16_t* p) { ANB_LANES(bfloat_to_float(p[i])); }
 ANB_INLINE vf load_i8(const int8_t* p) { ANB_LANES(float(p[i])); }
 template <int J>
 ANB_INLINE vf load_i8_of_four(const uint8_t* p) { ANB_LANES(float(int(p[4 * i + J]) - 128)); }
