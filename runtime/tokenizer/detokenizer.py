@@ -10,8 +10,8 @@ from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 class Detokenizer:
     """The text that generated ids add after a context: text(context + ids) minus text(context).
 
-    Bytes are held until they form a character; only `finish` gives up on one (U+FFFD). Where a family drops the space before
-    a text's first word, that happens once per sequence: not again after a context that has text.
+    Bytes are held until they form a character; only `finish` gives up on one (U+FFFD). Where a family drops the space
+    before a text's first word, that happens once per sequence: not again after a context that has text.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Detokenizer:
         return text
 
     def _take_context(self, context: Iterable[int]) -> None:
-        """Only the end of the context matters: whether it has text, and bytes of a character that is not complete yet."""
+        """Only the end of the context matters: whether it has text, and the bytes of an incomplete character."""
         ids = list(context)
         held: list[int] = []
         num_bytes = 0
-        # A token never reaches back more than three bytes into a character; four bytes of text settle everything.
+        # A character has at most four bytes, so the last four bytes of text settle everything.
         for token_id in reversed(ids):
             held.append(token_id)
             if not (self._skip_special and self._vocabulary.is_special(token_id)):

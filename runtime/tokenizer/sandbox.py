@@ -1,9 +1,9 @@
-"""Runs a model's chat template, which is a program that strangers wrote, so that it can neither reach out nor go on for ever.
+"""Runs a model's chat template, a program that strangers wrote, so that it can neither reach out nor go on for ever.
 
-jinja2's immutable sandbox keeps it from anything but its data. On top, every statement, output, container and operator of
-the template reports to a budget: time, characters built, and the size of every value (counted as a tree, since `[a, a]`
-thirty times over is a billion). Single operations are bounded by the size of their operands, so a render ends soon after
-its budget does.
+jinja2's immutable sandbox keeps it from anything but its data. On top, every statement, output, container and operator
+of the template reports to a budget: time, characters built, and the size of every value (counted as a tree, since `[a,
+a]` thirty times over is a billion). Single operations are bounded by the size of their operands, so a render ends soon
+after its budget does.
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import wraps
+from types import FunctionType
 from typing import Any, Never
 
 import jinja2
@@ -30,11 +31,17 @@ MAX_CPU_SECONDS = 2.0
 MAX_WIDTH = 1000  # of padding and indentation
 MAX_INT_BITS = 4096
 
-_FILTERS = ["abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe", "select", "selectattr", "sort", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount"]
-_STR_METHODS = frozenset(
-    ["capitalize", "casefold", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "ljust", "rjust", "center", "zfill"]
-)
-_CONTAINER_METHODS = frozenset(["items", "keys", "values", "get", "copy", "index", "count", "union", "intersection", "difference"])
+# Filters as jinja2 has them; those that can blow up have forms of our own below.
+_FILTERS = """
+    abs capitalize count d default dictsort e escape first float groupby int items last length list lower map max min
+    reject rejectattr reverse safe select selectattr sort title trim truncate unique upper urlencode wordcount
+"""
+_STR_METHODS = """
+    capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier islower
+    isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind
+    rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper ljust rjust center zfill
+"""
+_CONTAINER_METHODS = "items keys values get copy index count union intersection difference"
 _PADDING = frozenset(("ljust", "rjust", "center", "zfill"))
 
 
@@ -168,7 +175,7 @@ def _report(name: str, *arguments: nodes.Expr | nodes.Node) -> nodes.Call:
 class _Generation(Extension):
     """{% generation %} ... {% endgeneration %} marks what the assistant wrote; it renders as its body."""
 
-    tags = {"generation"}
+    tags = frozenset(("generation",))  # type: ignore[assignment]
 
     def parse(self, parser: Any) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -297,7 +304,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], loader=None)
-        self.filters = {name: _accounted(self.filters[name]) for name in _FILTERS}
+        self.filters = {name: _accounted(self.filters[name]) for name in _FILTERS.split()}
         own = {"join": _join_filter, "replace": _replace_filter, "indent": _indent_filter, "string": _string_filter}
         self.filters |= own | {"tojson": _tojson, "format": _format, "round": _round_filter}
         for name in ("lipsum", "cycler", "joiner"):
@@ -324,12 +331,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _container(result) if isinstance(result, list | tuple) else result
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if __obj in __self._reports if callable(__obj) else False:
+        if isinstance(__obj, FunctionType) and __obj in __self._reports:
             return __obj(*args)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             return __self._call_text_method(owner, __obj, args, kwargs)
-        if owner is not None and type(owner).__module__ == "builtins" and __obj.__name__ not in _CONTAINER_METHODS:
+        if (
+            owner is not None
+            and type(owner).__module__ == "builtins"
+            and __obj.__name__ not in _CONTAINER_METHODS.split()
+        ):
             raise SecurityError(f"the method {__obj.__name__!r} is not allowed in a chat template")
         _budget().tick()
         result = super().call(__context, __obj, *args, **kwargs)
@@ -337,7 +348,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _call_text_method(self, text: str, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = method.__name__
-        if name not in _STR_METHODS:
+        if name not in _STR_METHODS.split():
             raise SecurityError(f"the string method {name!r} is not allowed in a chat template")
         if name in _PADDING:
             _bounded_width(args[0] if args else None)
@@ -365,10 +376,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 _ENVIRONMENT = _Sandbox()
+_OTHER_TEMPLATES: tuple[type[nodes.Node], ...] = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
 class Program:
-    """A compiled template. Raises jinja2.TemplateError, also for one that is too long or reaches for other templates."""
+    """A compiled template. Raises jinja2.TemplateError, also for one that is too long or includes others."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_SOURCE_CHARS:
@@ -376,7 +388,7 @@ class Program:
         _active.budget = _Budget()
         try:
             tree = _ENVIRONMENT.parse(source)
-            if tree.find((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)) is not None:  # type: ignore[type-var]
+            if any(tree.find(kind) is not None for kind in _OTHER_TEMPLATES):
                 raise SecurityError("it includes or imports another template")
             code = _ENVIRONMENT.compile(_Instrument().visit(tree))
             self._template = jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))

@@ -1,13 +1,13 @@
 """Stop patterns as automata: each character costs at most one look at each state, whatever the pattern (Thompson 1968).
 
-The syntax is Python's. What no automaton can do (back references, look-around, atomic groups) is refused. A pattern stops the
-text at the first character that completes it, so laziness and greed make no difference.
+The syntax is Python's. What no automaton can do (back references, look-around, atomic groups) is refused. A pattern
+stops the text at the first character that completes it, so laziness and greed make no difference.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from re import _constants as op  # type: ignore[attr-defined]  # Python's own parser, so that the syntax is exactly Python's
+from re import _constants as op  # type: ignore[attr-defined]  # Python's own parser: the syntax is exactly Python's
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
@@ -47,7 +47,7 @@ _ASSERTIONS: dict[Any, Assertion] = {
 
 @dataclass(slots=True)
 class _State:
-    """Goes to `free` without a character; with one that passes `test` to `target`; where `assertion` holds to `target`."""
+    """Goes to `free` without a character; to `target` with one that passes `test`, or where `assertion` holds."""
 
     test: CharTest | None = None
     assertion: Assertion | None = None
@@ -56,7 +56,7 @@ class _State:
 
 
 class StopRegex:
-    """A compiled pattern, shared by every text that is searched for it. Raises InvalidRequest if it cannot be an automaton."""
+    """A compiled pattern, shared by all searches for it. Raises InvalidRequest if no automaton can match it."""
 
     def __init__(self, pattern: str, param: str = "stop_regex") -> None:
         self.pattern, self._param = pattern, param
@@ -78,7 +78,7 @@ class StopRegex:
         return Search(self)
 
     def closure(self, begins: dict[int, int], around: tuple[str, str] | None) -> dict[int, int]:
-        """All states reachable without a character, each with the smallest begin; assertions only pass if `around` is known."""
+        """All states reachable without a character, with their smallest begins; assertions look at `around`."""
         reached: dict[int, int] = {}
         stack = sorted(begins.items(), key=lambda item: -item[1])  # the smallest begin is expanded first
         while stack:
@@ -129,7 +129,8 @@ class StopRegex:
                     self.states[self._sequence(nodes, begin, flags)].free.append(end)
                 return end
             case op.MAX_REPEAT | op.MIN_REPEAT:
-                return self._repeat(*value, at, flags)
+                least, most, nodes = value
+                return self._repeat(least, most, nodes, at, flags)
             case _:
                 name = str(kind).lower().replace("_", " ")
                 raise self._refusal(f"uses {name}, which cannot be matched in linear time and is not supported")
@@ -188,8 +189,8 @@ class Search:
             if state.test is not None and state.test(character):
                 moved[state.target] = min(begin, moved.get(state.target, begin))
         self._live = regex.closure(moved, None)
-        begin = self._live.get(regex.accept)
-        return None if begin is None else (regex.pattern, begin, self._at)
+        found = self._live.get(regex.accept)
+        return None if found is None else (regex.pattern, found, self._at)
 
     def pending(self, length: int) -> int:
         """How many of the last characters may still become a match."""

@@ -1,8 +1,8 @@
 """Chat templates: the one place in the product where a template runs, and where its text and the user's are told apart.
 
 A template's literal text may hold control tokens, the user's may not. Before rendering, each special token that is
-spelled in the user's strings gets a mark inside, a Unicode noncharacter; whatever the template does with the string, the
-token stays broken. The mark is where the rendered text is later cut into parts (`Part`), and is gone from them.
+spelled in the user's strings gets a mark inside, a Unicode noncharacter; whatever the template does with the string,
+the token stays broken. The mark is where the rendered text is later cut into parts (`Part`), and is gone from them.
 """
 
 import re
@@ -65,7 +65,7 @@ class ChatTemplate:
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved!r}", param="chat_template_kwargs")
         return self._run(self._breaker.in_data(more | given) | {"add_generation_prompt": add_generation_prompt})
 
-    def _run(self, variables: Mapping[str, Any]) -> str:
+    def _run(self, variables: dict[str, Any]) -> str:
         try:
             return self._program.run(self.named_tokens | variables)
         except TemplateRefusal as fault:
@@ -97,15 +97,15 @@ def unmarked(marked: str) -> str:
 def encode_chat(
     vocabulary: Vocabulary, template: ChatTemplate, messages: Messages, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """Token ids of a conversation: as the template has it, no BOS of our own; user text cannot become control tokens."""
+    """Token ids of a conversation: as the template has it, no BOS of our own; user text never is a control token."""
     marked = template.render(messages, add_generation_prompt=add_generation_prompt)
     return vocabulary.encode(parts(marked), at_start=True)
 
 
 def no_template_error() -> TemplateError:
     return TemplateError(
-        "the model has no chat template; pass one with --chat-template FILE (a Jinja file), put chat_template.jinja into "
-        "the model's directory, or use plain prompts (/v1/completions, or text without roles)"
+        "the model has no chat template; pass one with --chat-template FILE (a Jinja file), put chat_template.jinja "
+        "into the model's directory, or use plain prompts (/v1/completions, or text without roles)"
     )
 
 

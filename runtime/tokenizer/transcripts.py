@@ -1,8 +1,8 @@
 """Which token ids stood for which text, so that a chat that comes back as text is not tokenized again, nor differently.
 
 A transcript is a rendered prompt and what was generated after it. When a new prompt begins with a known transcript, its
-ids are used as they are and only the rest is tokenized: the ids that the model generated are then exactly those in its cache.
-Only whole transcripts are reused, so that no prompt is cut where no generation ended: what a cold engine would
+ids are used as they are and only the rest is tokenized: the ids that the model generated are then exactly those in its
+cache. Only whole transcripts are reused, so that no prompt is cut where no generation ended: what a cold engine would
 tokenize as one piece stays one piece.
 """
 
@@ -45,7 +45,7 @@ class Transcripts:
         return len(self._entries)
 
     def remember(self, namespace: bytes, text: str, ids: Sequence[int] | Ids) -> None:
-        """`ids` are the tokens of `text`, a prompt and its generation, in this namespace. The newest ids for a text win."""
+        """`ids` are the tokens of `text`, a prompt and its generation, in this namespace. The newest ids win."""
         data = text.encode("utf-8", "surrogatepass")
         own = np.array(ids, np.int32)
         if not data or own.nbytes + _ENTRY_BYTES > self._max_bytes:
@@ -60,7 +60,7 @@ class Transcripts:
                 self._drop(next(iter(self._entries)))
 
     def reuse(self, namespace: bytes, text: str) -> tuple[Ids, str]:
-        """The ids of the longest known transcript that `text` begins with, and the rest of the text; else no ids, all text.
+        """The ids of the longest known transcript that `text` begins with, and the rest; else no ids, and all of it.
 
         Cost: one pass over the text, and one look-up for each distinct length known in the namespace.
         """

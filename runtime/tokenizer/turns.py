@@ -1,14 +1,13 @@
-"""A chat written turn by turn, for programs that fork, generate and go on: what the template writes between the contents.
+"""A chat written turn by turn, for programs that fork and generate: what the template writes between the contents.
 
-A template renders whole conversations. We render it over contents that are unique marks, and read off the literal text between
-them. What follows a turn can depend on what comes next, so closing a turn writes only what every continuation begins with,
-and opening the next one writes the rest.
+A template renders whole conversations. We render it over contents that are unique marks, and read off the literal text
+between them. What follows a turn can depend on what comes next, so closing a turn writes only what every continuation
+begins with, and opening the next one writes the rest.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from os.path import commonprefix
 
 from anabranch.runtime.errors import InvalidRequest
 from anabranch.runtime.tokenizer.templates import ChatTemplate, TemplateError, unmarked
@@ -18,7 +17,7 @@ _FOLLOWERS = ("user", _GENERATED)
 
 
 class TurnTexts:
-    """The literal texts of one template, worked out once for each sequence of roles. Thread-safe; shared by all branches."""
+    """The literal texts of one template, worked out once per sequence of roles. Thread-safe; shared by all branches."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -53,7 +52,7 @@ class TurnTexts:
             with suppress(TemplateError):
                 known.append(way())
         texts = [text for text in known if text is not None]
-        return self._whole_tokens(commonprefix(texts), texts) if texts else ""
+        return self._whole_tokens(_common_prefix(texts), texts) if texts else ""
 
     def _after(self, roles: tuple[str, ...], *, generation: bool) -> str:
         """What the template writes after the content of the last turn."""
@@ -64,7 +63,7 @@ class TurnTexts:
         return text[begin:]
 
     def _between(self, roles: tuple[str, ...], more: tuple[str, ...]) -> str | None:
-        """What stands before the content of the last of `roles`, back to the content before it, if `more` roles follow."""
+        """What stands before the content of the last role, back to the content before, if `more` roles follow."""
         text = self._render((*roles, *more), generation=False)
         last = len(roles) - 1
         begin = self._end_of(text, last - 1) if last else 0
@@ -93,6 +92,12 @@ class TurnTexts:
         return prefix[:cut]
 
 
+def _common_prefix(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)
+    length = next((i for i, pair in enumerate(zip(first, last)) if pair[0] != pair[1]), min(len(first), len(last)))
+    return first[:length]
+
+
 def _content(turn: int) -> str:
     """A content that no template trims, parses or has of its own."""
     return f"\ufdd1{turn}\ufdd2"
@@ -101,8 +106,9 @@ def _content(turn: int) -> str:
 class ChatTurns:
     """One branch's place in its conversation. `copy` before a fork or a mark; texts are control text.
 
-    The texts of `begin` and `end` with the contents between them are the template's rendering of the whole conversation, as
-    long as the template shows contents as they are. An assistant's turn begins with the generation prompt.
+    The texts of `begin` and `end` with the contents between them are the template's rendering of the whole
+    conversation, as long as the template shows contents as they are. An assistant's turn begins with the generation
+    prompt.
     """
 
     def __init__(self, texts: TurnTexts) -> None:
@@ -125,7 +131,7 @@ class ChatTurns:
         return other
 
     def begin(self, role: str, *, at_start: bool = True) -> str:
-        """The text that opens a turn. Raises TemplateError with the template's words if it does not allow that turn here.
+        """The text that opens a turn. Raises TemplateError with the template's words if that turn may not come here.
 
         `at_start` False: the branch holds tokens already, so the first turn brings no second BOS.
         """
@@ -133,7 +139,7 @@ class ChatTurns:
             raise InvalidRequest(f"a {self._roles[-1]!r} turn is still open; end it before beginning one of {role!r}")
         roles = (*self._roles, role)
         literal = self._texts.literal(roles)
-        text = literal[len(commonprefix([literal, self._closed_with])) :]
+        text = literal[len(_common_prefix([literal, self._closed_with])) :]
         if len(roles) == 1 and not at_start:
             text = text.removeprefix(self._texts.bos)
         self._roles, self._open, self._closed_with = roles, True, ""

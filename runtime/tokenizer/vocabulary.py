@@ -1,7 +1,8 @@
 """Text to token ids and ids to bytes, for every tokenizer family that the supported models use.
 
 Plain text never becomes a special token; control text may. Around that difference stands one rule: text between two
-special tokens is tokenized as one piece, whoever wrote which part of it, so ids equal those of the whole rendered prompt.
+special tokens is tokenized as one piece, whoever wrote which part of it, so ids equal those of the whole rendered
+prompt.
 """
 
 import json
