@@ -12,7 +12,17 @@ OURS = "anabranch"
 
 # layer or part of one -> prefixes that it must never import
 FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "radix": ("torch", "zmq", "time", "socket", "asyncio", "msgspec", "anabranch.kernels", "anabranch.runtime", "anabranch.lang"),
+    "radix": (
+        "torch",
+        "zmq",
+        "time",
+        "socket",
+        "asyncio",
+        "msgspec",
+        "anabranch.kernels",
+        "anabranch.runtime",
+        "anabranch.lang",
+    ),
     "kernels": ("zmq", "msgspec", "anabranch.radix", "anabranch.runtime", "anabranch.lang"),
     "lang": ("torch", "zmq", "numpy", "msgspec", "anabranch.radix", "anabranch.kernels", "anabranch.runtime"),
     "runtime": ("anabranch.lang",),
@@ -60,14 +70,22 @@ def test_pure_layers_need_only_the_standard_library_at_import(part: str) -> None
     wrong = []
     for path in sources(part):
         for node in ast.parse(path.read_text()).body:
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in names if name.split(".")[0] not in allowed]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layer_folders_are_linked_and_have_no_package_marker(layer: str) -> None:
-    assert not (ROOT / layer / "__init__.py").exists(), f"{layer}/__init__.py would shadow an installed package named {layer}"
+    assert not (ROOT / layer / "__init__.py").exists(), (
+        f"{layer}/__init__.py would shadow an installed package named {layer}"
+    )
     link = ROOT / "src" / OURS / layer
     assert link.is_symlink() and link.resolve() == (ROOT / layer).resolve()
 
@@ -87,7 +105,12 @@ def test_nothing_unpickles_or_evaluates() -> None:
                     wrong.append(f"{path}:{node.lineno}: calls {f.id}")
                 if isinstance(f, ast.Attribute) and f.attr in {"send_pyobj", "recv_pyobj"}:
                     wrong.append(f"{path}:{node.lineno}: calls {f.attr}")
-                if isinstance(f, ast.Attribute) and f.attr == "load" and isinstance(f.value, ast.Name) and f.value.id == "torch":
+                if (
+                    isinstance(f, ast.Attribute)
+                    and f.attr == "load"
+                    and isinstance(f.value, ast.Name)
+                    and f.value.id == "torch"
+                ):
                     wrong.append(f"{path}:{node.lineno}: calls torch.load")
     assert not wrong, "\n".join(wrong)
 
