@@ -50,6 +50,7 @@ from anabranch.lang.program import as_backend, default_backend, set_default_back
 from anabranch.lang.record import Usage
 from anabranch.lang.saved import SavedState
 from anabranch.lang.search import (
+    Judge,
     Vote,
     beam,
     best_of_n,
@@ -79,7 +80,7 @@ def get_server_info(backend: Any = None) -> dict[str, Any]:
 
 __all__ = [
     "BatchErrors", "BranchErrors", "Cancelled", "ChoicesDecision", "ChoicesSamplingMethod", "Failure",
-    "Function", "Group", "Mark", "Pending", "ProgramError", "SavedState", "State", "StateClosed",
+    "Function", "Group", "Judge", "Mark", "Pending", "ProgramError", "SavedState", "State", "StateClosed",
     "StateExplanation", "TurnError", "TypedValueError", "UndefinedVariable", "Unsupported", "Usage", "Vote",
     "WouldBlock", "assistant", "assistant_begin", "assistant_end", "beam", "best_of_n", "branch_solve_merge",
     "debate", "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info",

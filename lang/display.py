@@ -41,15 +41,16 @@ def tree_text(state: "State", *, width: int = 100) -> str:
 def _draw(record: BranchRecord, lead: str, below: str, lines: list[str], width: int, here: BranchRecord) -> None:
     status = record.shown_status()
     cached = f" {record.usage.hit_rate:4.0%} cached" if record.usage.prompt_tokens else ""
-    name = record.label if not record.path else str(record.path[-1])
+    name = record.label if not record.path else f"{record.path[-1]} {record.label}".rstrip()
     arrow = " <" if record is here else ""
     head = f"{lead}{SIGNS[status]} {name} {status} {record.length} tokens{cached}{arrow}"
     what = record.error or record.preview
     shown = " ".join(what.split())
     room = max(12, width - len(head) - 4)
     lines.append(f"{head}  {shown if len(shown) <= room else shown[: room - 3] + '...'}".rstrip())
-    children = record.children[:MAX_CHILDREN]
-    hidden = len(record.children) - len(children)
+    drawn = [c for c in record.children if not c.is_scratch]
+    children = drawn[:MAX_CHILDREN]
+    hidden = len(drawn) - len(children)
     for i, child in enumerate(children):
         last = i == len(children) - 1 and not hidden
         _draw(child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "), lines, width, here)

@@ -1,5 +1,6 @@
 """Fake tokens for the scripted backend: words for ids, made-up logprobs, and text that fits a constraint."""
 
+import itertools
 import json
 import random
 import re
@@ -48,7 +49,7 @@ def cut(text: str, count: int) -> list[str]:
     if not 1 <= count <= len(text):
         raise ValueError(f"{text!r} cannot be {count} tokens")
     edges = [len(text) * i // count for i in range(count + 1)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def token_id(piece: str) -> int:

@@ -114,7 +114,8 @@ def select(
         raise ValueError(f"every choice must be a string that is not empty, got {bad[0]!r}")
     if temperature > 1e-5:
         raise Unsupported(
-            f"select decides by score, so temperature must be 0, got {temperature}; gen(type=Literal[...]) samples a choice"
+            f"select decides by score, so temperature must be 0, got {temperature}; "
+            "gen(type=Literal[...]) samples a choice"
         )
     method = token_length_normalized if choices_method is None else choices_method
     if not isinstance(method, ChoicesSamplingMethod):

@@ -225,10 +225,12 @@ def _add_result(record: BranchRecord, result: Any) -> None:
         record.usage.add(usage)
     if isinstance(result, Generation):
         record.length = max(record.length, int(usage.get("prompt_tokens", 0)) + len(result.token_ids))
+        record.cold_length = record.length - bool(result.token_ids)
         record.preview = result.text[-PREVIEW:]
     elif isinstance(result, Scores):
         chosen = result.logprobs[result.best].token_ids if result.logprobs else ()
         record.length = max(record.length, int(usage.get("prompt_tokens", 0)) + len(chosen))
+        record.cold_length = record.length
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -25,10 +25,12 @@ class Usage:
     copied_pages: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    unfed_tokens: int = 0  # last tokens of generations: sampled, and computed only if something follows
     cold_tokens: int = 0  # what the branches would have computed, each on its own and without a cache
 
     def add(self, usage: Mapping[str, Any]) -> None:
         self.operations += 1
+        self.unfed_tokens += bool(usage.get("completion_tokens"))
         for name in SUMMED:
             setattr(self, name, getattr(self, name) + int(usage.get(name, 0) or 0))
 
@@ -36,10 +38,19 @@ class Usage:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    @classmethod
+    def of(cls, states: "Iterable[Any]") -> "Usage":
+        """What several runs have cost together: of `run_batch`, for example. Failures and saved states cost nothing."""
+        total = cls()
+        for state in states:
+            if callable(getattr(state, "usage", None)):
+                total.merge(state.usage())
+        return total
+
     @property
     def total_computed(self) -> int:
         """Tokens that went through the model: prompts, generated ones, and what had to be computed again."""
-        return self.computed_tokens + self.completion_tokens + self.recomputed_tokens
+        return self.computed_tokens + self.completion_tokens - self.unfed_tokens + self.recomputed_tokens
 
     @property
     def hit_rate(self) -> float:
@@ -58,15 +69,30 @@ class Usage:
         )
 
 
-SUMMED = tuple(f.name for f in fields(Usage) if f.name not in ("operations", "cold_tokens"))
+SUMMED = tuple(f.name for f in fields(Usage) if f.name not in ("operations", "unfed_tokens", "cold_tokens"))
 
 
 class BranchRecord:
     """One branch. `path` is its place: () the root, (2, 0) the first child of the root's third fork child."""
 
     __slots__ = (
-        "__weakref__", "children", "error", "fork_node", "id", "label", "last_fork_op", "last_op", "length",
-        "path", "preview", "running", "state", "status", "usage",
+        "__weakref__",
+        "children",
+        "cold_length",
+        "error",
+        "fork_node",
+        "id",
+        "is_scratch",
+        "label",
+        "last_fork_op",
+        "last_op",
+        "length",
+        "path",
+        "preview",
+        "running",
+        "state",
+        "status",
+        "usage",
     )  # fmt: skip
 
     def __init__(self, path: tuple[int, ...] = (), label: str = "") -> None:
@@ -77,9 +103,11 @@ class BranchRecord:
         self.children: list[BranchRecord] = []
         self.usage = Usage()
         self.length = 0  # tokens, as of the last finished operation
+        self.cold_length = 0  # how many of them the model had to read
         self.last_op = 0
         self.last_fork_op = -1  # the last operation begun before the last fork; -1 if it never forked
         self.running = 0
+        self.is_scratch = False  # asked and dropped within one operation: not drawn
         self.preview = ""
         self.error = ""
         self.state: weakref.ref[Any] | None = None
@@ -90,6 +118,15 @@ class BranchRecord:
         self.children.extend(children)
         self.last_fork_op = self.last_op
         return children
+
+    def take_over(self, winner: "BranchRecord") -> None:
+        """A join: this branch has the winner's tokens now. Marks the way down to it."""
+        self.length = max(self.length, winner.length)
+        self.cold_length = max(self.cold_length, winner.cold_length)
+        record = self
+        for index in winner.path[len(self.path) :]:
+            record = record.children[index]
+            record.status = "won"
 
     def shown_status(self) -> str:
         if self.status == "open" and self.state is not None and self.state() is None:
@@ -123,5 +160,5 @@ class BranchRecord:
         for record in self.walk():
             went_on = record.last_op > record.last_fork_op
             if went_on and record.status != "won":
-                tokens += record.length
+                tokens += record.cold_length
         return tokens

@@ -1,8 +1,9 @@
 """Search over branches, as small functions over the language. Read them, copy them, change them.
 
 A `step` is what to do on a branch: an expression, or a function of the branch. A `score` says how good a branch is: a
-variable's name (the mean logprob of its tokens), or a function of the branch. All branches of a level are sent
-before the first is read, so they run together; every token is computed once; what loses leaves the cache at once.
+variable's name (the mean logprob of its tokens), a `Judge` (the model's own opinion), or a function of the branch. All
+branches of a level are sent before the first is read, so they run together; every token is computed once; what loses
+leaves the cache at once.
 """
 
 import math
@@ -11,11 +12,39 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from anabranch.lang.choices import likelihood
 from anabranch.lang.ir import Expr
+from anabranch.lang.primitives import select
 from anabranch.lang.state import State
 
 Step = Expr | str | Callable[[State], Any]
-Score = str | Callable[[State], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """The model's own opinion of a branch: how likely it finds `good` rather than `bad` after `question`, from 0 to 1.
+
+    `question` is asked on a scratch fork of each branch, all at once, and leaves no trace.
+    """
+
+    question: "Step"
+    good: str = "Yes"
+    bad: str = "No"
+
+    def ask(self, branch: State) -> State:
+        scratch = branch.fork(1)[0]
+        scratch._record.is_scratch = True
+        take(scratch, self.question)
+        scratch += select("verdict", [self.good, self.bad], choices_method=likelihood)
+        return scratch
+
+    def read(self, scratch: State) -> float:
+        good, bad = scratch.get_meta_info("verdict")["scores"]
+        scratch.drop()
+        return 1 / (1 + math.exp(bad - good))
+
+
+Score = str | Judge | Callable[[State], float]
 
 
 def take(branch: State, step: Step) -> State:
@@ -27,8 +56,22 @@ def take(branch: State, step: Step) -> State:
     return branch
 
 
-def rate(branch: State, score: Score) -> float:
-    return branch.logprob(score, mean=True) if isinstance(score, str) else float(score(branch))
+def rate(branches: Sequence[State], score: Score) -> list[float]:
+    """The score of each branch. Judges are all asked before the first answer is read."""
+    if isinstance(score, str):
+        return [b.logprob(score, mean=True) for b in branches]
+    if isinstance(score, Judge):
+        scratches = [score.ask(b) for b in branches]
+        return [score.read(scratch) for scratch in scratches]
+    return [float(score(b)) for b in branches]
+
+
+def ranked(branches: Sequence[State], score: Score) -> list[tuple[float, State]]:
+    """(score, branch), best first; among equals in the order of the branches. Scores show in `tree()`."""
+    pairs = list(zip(rate(branches, score), branches, strict=True))
+    for value, branch in pairs:
+        branch.annotate(f"{value:.3g}")
+    return sorted(pairs, key=lambda pair: -pair[0])
 
 
 def grow(branches: Sequence[State], step: Step, width: int) -> list[State]:
@@ -41,7 +84,7 @@ def grow(branches: Sequence[State], step: Step, width: int) -> list[State]:
 
 def best_of_n(s: State, step: Step, n: int, score: Score) -> State:
     """Take `step` n times side by side; `s` becomes the one with the highest score."""
-    return s.join(max(grow([s], step, n), key=lambda b: rate(b, score)))
+    return s.join(ranked(grow([s], step, n), score)[0][1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +147,26 @@ def debate(s: State, speakers: Sequence[Step], judge: Step, *, rounds: int = 1) 
 
 def beam(
     s: State, step: Step, score: Score, *, width: int, branching: int, depth: int,
-    done: Callable[[State], bool] = lambda branch: False, on_level: Callable[[int, list[State]], None] | None = None,
+    done: Callable[[State], bool] = lambda branch: False,
+    on_level: Callable[[int, list[tuple[float, State]]], None] | None = None,
 ) -> State:  # fmt: skip
     """Level by level: `branching` children of each kept branch, of which the best `width` are kept. `s` becomes the
     best.
 
-    A branch for which `done` holds stays in the beam as it is. `on_level(level, branches)` sees each level, best first.
+    A branch for which `done` holds stays in the beam as it is. `on_level(level, pairs)` sees each level, best first, as
+    (score, branch), before the losers among them are dropped.
     """
     kept: list[tuple[float, State]] = []
     frontier = [s]
     for level in range(depth):
         finished = [(value, b) for value, b in kept if done(b)]
-        children = [(rate(b, score), b) for b in grow(frontier, step, branching)]
-        ranked = sorted([*finished, *children], key=lambda pair: -pair[0])
-        kept = ranked[:width]
-        for _, loser in ranked[width:]:
+        pairs = sorted([*finished, *ranked(grow(frontier, step, branching), score)], key=lambda pair: -pair[0])
+        if on_level is not None:
+            on_level(level, pairs)
+        kept = pairs[:width]
+        for _, loser in pairs[width:]:
             loser.drop()
         frontier = [b for _, b in kept if not done(b)]
-        if on_level is not None:
-            on_level(level, [b for _, b in kept])
         if not frontier:
             break
     return s.join(kept[0][1])
@@ -145,9 +189,7 @@ def tree_of_thought(
             return branch
         if level == depth:
             return None
-        children = grow([branch], step, branching)
-        ranked = sorted(((rate(c, score), i, c) for i, c in enumerate(children)), key=lambda r: (-r[0], r[1]))
-        for value, _, child in ranked:
+        for value, child in ranked(grow([branch], step, branching), score):
             if best is None or (level + 1, value) > best[:2]:
                 best = (level + 1, value, child)
             if value >= threshold and (found := explore(child, level + 1)) is not None:
@@ -222,9 +264,9 @@ def mcts(
 
 def _roll_out(branch: State, rollout: Step | None, reward: Score) -> float:
     if rollout is None:
-        return rate(branch, reward)
+        return rate([branch], reward)[0]
     group = branch.fork(1)
     try:
-        return rate(take(group[0], rollout), reward)
+        return rate([take(group[0], rollout)], reward)[0]
     finally:
         group.drop()

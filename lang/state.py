@@ -66,7 +66,7 @@ class State:
         self._tail: log.Node = log.root() if parent is None else parent._tail
         self._fork_node = self._tail
         self._fork_mark = 0
-        self._index = record.path[-1] if record.path else 0
+        self._index = 0
         self._variables: dict[str, Any] = {} if parent is None else dict(parent._variables)
         self._generated: dict[str, Pending] = {} if parent is None else dict(parent._generated)
         self._failure: Exception | None = None if parent is None else parent._failure
@@ -485,8 +485,8 @@ class State:
             State(self._program, b, r, self)
             for b, r in zip(branch.fork(int(size)) if size else [], records, strict=True)
         ]
-        for state in states:
-            state._fork_mark = mark
+        for i, state in enumerate(states):
+            state._fork_mark, state._index = mark, i
         if running := self._running():
             held = Pending(running, lambda _: None, what="fork", keep=self._keep())
             for state in states:
@@ -537,7 +537,7 @@ class State:
         self._tail, self._failure = winner._tail, winner._failure
         self._variables, self._generated = dict(winner._variables), dict(winner._generated)
         self._held += winner._held
-        self._record.length = max(self._record.length, winner._record.length)
+        self._record.take_over(winner._record)
         winner._forget("won", "it won a join: its parent has its tokens now")
 
     def is_ancestor_of(self, other: "State") -> bool:
@@ -626,8 +626,13 @@ class State:
 
     @property
     def index(self) -> int:
-        """Which child of its parent this is."""
+        """Which child of its fork this is."""
         return self._index
+
+    def annotate(self, note: str) -> "State":
+        """A short note that `tree()` shows beside this branch: a score, a name."""
+        self._record.label = note
+        return self
 
     def usage(self) -> Usage:
         """What this run has cost until now, all its branches together; `print(s.usage())` says what sharing saved."""

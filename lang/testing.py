@@ -240,7 +240,7 @@ class _ScriptMachine(Machine):
                 op.args["on_text"](piece)
         tokens = fake_text.tokenize(run.text)
         core.content.add(tokens, "generated")
-        self.remember(core)
+        self.remember(core, unfed=bool(tokens))
         usage = {**run.usage, "completion_tokens": len(tokens), "num_steps": len(tokens)}
         ids = tuple(fake_text.token_id(t) for t in tokens)
         values = tuple(fake_text.logprob(core.path, t) if run.logprob is None else run.logprob for t in tokens)
@@ -331,8 +331,10 @@ class _ScriptMachine(Machine):
     def cached_prefix(self, core: Core) -> int:
         return sum(1 for _ in itertools.takewhile(self.computed.__contains__, self.prefixes(core)))
 
-    def remember(self, core: Core) -> None:
-        self.computed.update(self.prefixes(core))
+    def remember(self, core: Core, *, unfed: bool = False) -> None:
+        """All of the branch has KV now; but for the last token where it was sampled and nothing followed yet."""
+        prefixes = self.prefixes(core)
+        self.computed.update(prefixes[:-1] if unfed else prefixes)
 
 
 @dataclass

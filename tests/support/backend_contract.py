@@ -1,7 +1,9 @@
-"""What every implementation of `anabranch.lang.backend.Backend` must do; run against the scripted one and the real engine.
+"""What every implementation of `anabranch.lang.backend.Backend` must do; run against the scripted one and the real
+engine.
 
-Subclass `BackendContract` in a test module and give it a `backend` fixture. Nothing here depends on what a model says. A backend whose
-generations a test can hold back also gives `held`: a (branch, generation future) that does not finish by itself.
+Subclass `BackendContract` in a test module and give it a `backend` fixture. Nothing here depends on what a model
+says. A backend whose generations a test can hold back also gives `held`: a (branch, generation future) that does not
+finish by itself.
 """
 
 import gc
@@ -287,7 +289,8 @@ class BackendContract:
         assert threading.active_count() <= before + 1
         assert all(f.result(WAIT) is not None for f in futures)
 
-    # ---------------------------------------------------------------- how a backend is looked at; override where it differs
+    # ---------------------------------------------------------------- how a backend is looked at; override where it
+    # differs
 
     def count(self, backend: Any) -> int:
         """Open branches."""

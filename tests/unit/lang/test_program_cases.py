@@ -1,4 +1,6 @@
-"""Real failures of other prompt languages, as behaviour to get right: forks, errors, batches, threads, notebooks, scopes."""
+"""Real failures of other prompt languages, as behaviour to get right: forks, errors, batches, threads, notebooks,
+scopes.
+"""
 
 import asyncio
 import gc
@@ -35,13 +37,17 @@ def test_several_samples_are_a_list_and_the_state_goes_on_with_the_first(backend
     state = program.run(seed=1)
     assert len(state["x"]) == 3 and len(set(state["x"])) > 1
     assert state.text() == "A:" + state["x"][0] + " B"
-    assert [m["finish_reason"]["type"] for m in state.get_meta_info("x")] == ["stop"] * 3 or len(state.get_meta_info("x")) == 3
+    assert [m["finish_reason"]["type"] for m in state.get_meta_info("x")] == ["stop"] * 3 or len(
+        state.get_meta_info("x")
+    ) == 3
     with pytest.raises(ValueError, match="n must be an integer >= 1, got 0"):
         ab.gen("x", n=0)
     assert backend.open_branches() == 1
 
 
-def test_an_error_in_one_branch_is_raised_at_the_join_names_the_branch_and_keeps_the_others(backend: ScriptedBackend) -> None:
+def test_an_error_in_one_branch_is_raised_at_the_join_names_the_branch_and_keeps_the_others(
+    backend: ScriptedBackend,
+) -> None:
     def work(b: Any) -> None:
         if b.index == 2:
             raise ValueError("my mistake")
@@ -88,7 +94,9 @@ def test_siblings_of_a_failed_branch_go_on_unless_told_otherwise() -> None:
             assert forks[0]["x"] == "done"
 
 
-def test_a_users_error_in_a_group_that_nobody_joins_is_raised_at_the_end_of_the_program(backend: ScriptedBackend) -> None:
+def test_a_users_error_in_a_group_that_nobody_joins_is_raised_at_the_end_of_the_program(
+    backend: ScriptedBackend,
+) -> None:
     @ab.function
     def program(s: Any) -> None:
         forks = s.fork(2)
@@ -206,7 +214,9 @@ def test_select_follows_the_chosen_rule_and_returns_every_score() -> None:
     assert s.select("by_sum", list(options), choices_method=ab.likelihood).result() == "Paris"
     meta = s.get_meta_info("by_mean")
     assert meta["normalized_prompt_logprobs"] == pytest.approx([-0.4, -0.25])
-    assert [len(row) for row in meta["input_token_logprobs"]] == [1, 4] and meta["scores"] == pytest.approx([-0.4, -0.25])
+    assert [len(row) for row in meta["input_token_logprobs"]] == [1, 4] and meta["scores"] == pytest.approx(
+        [-0.4, -0.25]
+    )
 
 
 def test_five_labels_of_uneven_length_get_the_answer_that_each_documented_rule_gives() -> None:
@@ -220,7 +230,9 @@ def test_five_labels_of_uneven_length_get_the_answer_that_each_documented_rule_g
     backend = ScriptedBackend(lambda p: Reply(scores=labels))
     s = ab.state(backend=backend)
     assert s.select("m", list(labels)).result() == "d d d d"  # the best mean
-    assert s.select("g", list(labels), choices_method=ab.greedy_token_selection).result() == "c c c"  # the best first token
+    assert (
+        s.select("g", list(labels), choices_method=ab.greedy_token_selection).result() == "c c c"
+    )  # the best first token
     assert s.select("l", list(labels), choices_method=ab.likelihood).result() == "a" or s["l"] == "b b"  # the best sum
 
 
@@ -285,7 +297,9 @@ def test_a_timeout_of_the_run_ends_it_also_where_the_backend_keeps_no_time() -> 
         def open(self, **kwargs: Any) -> Any:
             branch = super().open(**kwargs)
             generate = branch.generate
-            branch.generate = lambda sampling, on_text=None: generate(__import__("dataclasses").replace(sampling, timeout=None), on_text)  # type: ignore[method-assign]
+            branch.generate = lambda sampling, on_text=None: generate(
+                __import__("dataclasses").replace(sampling, timeout=None), on_text
+            )  # type: ignore[method-assign]
             return branch
 
     backend = Deaf(lambda p: Reply(Gate(), "never"))
