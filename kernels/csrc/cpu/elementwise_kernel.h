@@ -1,0 +1,109 @@
+// elementwise.h for one instruction set; compiled once for each (elementwise_avx512.cpp, ...).
+#pragma once
+
+#include "elementwise.h"
+#include "intlib.h"
+
+namespace anabranch {
+namespace ANB_ISA {
+
+// Work on 16 values that may end early: missing ones are zeros.
+ANB_INLINE vf load_some(const float* p, int n) {
+  if (n >= kLanes) return load(p);
+  float padded[kLanes] = {};
+  for (int i = 0; i < n; ++i) padded[i] = p[i];
+  return load(padded);
+}
+
+ANB_INLINE void store_some(float* p, vf x, int n) {
+  if (n >= kLanes) return store(p, x);
+  float padded[kLanes];
+  store(padded, x);
+  for (int i = 0; i < n; ++i) p[i] = padded[i];
+}
+
+ANB_INLINE void put(uint8_t* p, int32_t x) { memcpy(p, &x, 4); }
+ANB_INLINE void put(uint8_t* p, float x) { memcpy(p, &x, 4); }
+
+// The largest magnitude is found on bits: as integers, NaN > infinity > every number, and none is passed over.
+ANB_INLINE void quantize_group(vf x0, vf x1, const QuantizedLayout& layout, int group, uint8_t* out) {
+  const vi no_sign = i_set1(0x7fffffff);
+  const float largest = bits_to_float(uint32_t(i_hmax(i_max(i_and(bits_of(x0), no_sign), i_and(bits_of(x1), no_sign)))));
+  float scale = largest * (1.0f / 127.0f);
+  const bool is_finite = largest <= 3.4028235e38f;
+  if (!is_finite) scale = bits_to_float(0x7fc00000u);
+  const float inverse = scale >= 1.1754944e-38f ? 1.0f / scale : 0.0f;  // below: 1 / scale may overflow, and all is nought anyway
+  const vi c0 = is_finite ? round_to_int(mul(x0, set1(inverse))) : i_zero(), c1 = is_finite ? round_to_int(mul(x1, set1(inverse))) : i_zero();
+  uint8_t* codes = out + group * kGroup;
+  store_low_bytes(reinterpret_cast<int8_t*>(codes), c0);
+  store_low_bytes(reinterpret_cast<int8_t*>(codes) + kLanes, c1);
+  const int32_t sum0 = i_hsum(c0), sum1 = i_hsum(c1);
+  put(out + layout.scale_at + group * 4, scale);
+  put(out + layout.weighted_sum_at + group * 4, scale * float(sum0 + sum1));
+  put(out + layout.offset_at + group * 4, -128 * (sum0 + sum1));
+  put(out + layout.half_offset_at + group * 8, -128 * sum0);
+  put(out + layout.half_offset_at + group * 8 + 4, -128 * sum1);
+}
+
+static void quantize_row(const float* x, int k, const QuantizedLayout& layout, uint8_t* out) {
+  int group = 0;
+  for (; (group + 1) * kGroup <= k; ++group) quantize_group(load(x + group * kGroup), load(x + group * kGroup + kLanes), layout, group, out);
+  for (; group < layout.num_groups; ++group) {
+    const int left = k - group * kGroup;
+    const float* p = x + group * kGroup;
+    quantize_group(load_some(p, left < 0 ? 0 : left), left > kLanes ? load_some(p + kLanes, left - kLanes) : zero(), layout, group, out);
+  }
+}
+
+static void norm_row(const float* x, const float* weight, int k, float eps, float* out) {
+  vf sums[4] = {zero(), zero(), zero(), zero()};
+  int i = 0;
+  for (; i + 4 * kLanes <= k; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      const vf v = load(x + i + j * kLanes);
+      sums[j] = fma(v, v, sums[j]);
+    }
+  }
+  for (int j = 0; i < k; i += kLanes, ++j) {
+    const vf v = load_some(x + i, k - i);
+    sums[j] = fma(v, v, sums[j]);
+  }
+  const float mean = hsum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / float(k);
+  const vf inverse = set1(1.0f / sqrtf(mean + eps));
+  for (i = 0; i < k; i += kLanes) store_some(out + i, mul(mul(load_some(x + i, k - i), inverse), load_some(weight + i, k - i)), k - i);
+}
+
+static void rotate(float* x, const float* cos, const float* sin, int num_pairs) {
+  for (int i = 0; i < num_pairs; i += kLanes) {
+    const int n = num_pairs - i;
+    const vf a = load_some(x + i, n), b = load_some(x + i + num_pairs, n), c = load_some(cos + i, n), s = load_some(sin + i, n);
+    store_some(x + i, sub(mul(a, c), mul(b, s)), n);
+    store_some(x + i + num_pairs, add(mul(b, c), mul(a, s)), n);
+  }
+}
+
+// x / (1 + e^-x). The exponent is clamped where e^-x would overflow; the quotient is a tiny number there, and NaN stays NaN.
+ANB_INLINE vf silu(vf x) {
+  const vf e = exp2(min(set1(126.0f), mul(x, set1(-kLog2e))));
+  return div(x, add(set1(1.0f), e));
+}
+
+static void gate(const float* gate, const float* up, float* out) {
+  store(out, mul(silu(load(gate)), load(up)));
+  store(out + kLanes, mul(silu(load(gate + kLanes)), load(up + kLanes)));
+}
+
+static void gate_quantize(const float* gate, const float* up, const QuantizedLayout& layout, int group, uint8_t* out) {
+  const vf x0 = mul(silu(load(gate)), load(up)), x1 = mul(silu(load(gate + kLanes)), load(up + kLanes));
+  quantize_group(x0, x1, layout, group, out);
+}
+
+static void add_to(float* to, const float* from, int n) {
+  for (int i = 0; i < n; i += kLanes) store_some(to + i, add(load_some(to + i, n - i), load_some(from + i, n - i)), n - i);
+}
+
+extern const ElementOps element_table;
+const ElementOps element_table{quantize_row, norm_row, rotate, gate, gate_quantize, add_to};
+
+}  // namespace ANB_ISA
+}  // namespace anabranch

@@ -1,0 +1,525 @@
+// Replays a recorded forward for one step: each operation is one or two parallel loops over (block of rows, panels of columns).
+//
+// Few rows: every thread norms and quantizes all of them for itself, which is cheaper than a barrier. Many rows: a loop of its own
+// does it once. Either way a row's arithmetic is the same, and only which thread did it differs.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "cpu_api.h"
+#include "elementwise.h"
+#include "threads.h"
+
+namespace anabranch {
+
+struct RopeTable {
+  static constexpr int kBlock = 256;  // positions tabulated at a time
+  std::vector<double> inv_freq;
+  double magnitude;
+  std::vector<std::vector<float>> blocks;  // [kBlock][cos num_pairs, sin num_pairs] each
+
+  int num_pairs() const { return int(inv_freq.size()); }
+
+  void extend_to(int position) {
+    while (int(blocks.size()) <= position / kBlock) {
+      std::vector<float> block(size_t(kBlock) * 2 * num_pairs());
+      const int64_t first = int64_t(blocks.size()) * kBlock;
+      for (int p = 0; p < kBlock; ++p) {
+        for (int i = 0; i < num_pairs(); ++i) {
+          const double angle = double(first + p) * inv_freq[i];
+          block[size_t(p) * 2 * num_pairs() + i] = float(std::cos(angle) * magnitude);
+          block[size_t(p) * 2 * num_pairs() + num_pairs() + i] = float(std::sin(angle) * magnitude);
+        }
+      }
+      blocks.push_back(std::move(block));
+    }
+  }
+
+  const float* at(int position) const { return blocks[position / kBlock].data() + size_t(position % kBlock) * 2 * num_pairs(); }
+};
+
+namespace {
+
+constexpr int kRowBlock = 192;        // rows of one task: their quantized form and sums stay in the second-level cache
+constexpr int kMaxPanels = 32;        // of one task
+constexpr int kRedundantRows = 2;     // up to so many, each thread prepares all rows for itself
+constexpr int kLogitPanels = 8;       // panels per task of the output projection
+
+// Memory that grows and is kept.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+  uint8_t* resize(size_t num_bytes) {
+    if (num_bytes > capacity_) {
+      std::free(data_);
+      capacity_ = round_up(num_bytes + num_bytes / 4, 4096);
+      data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, capacity_));
+      if (data_ == nullptr) throw std::bad_alloc();
+    }
+    return data_;
+  }
+  uint8_t* data() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+  Buffer() = default;
+  Buffer(Buffer&& other) noexcept : data_(other.data_), capacity_(other.capacity_) { other.data_ = nullptr, other.capacity_ = 0; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
+struct Activations {
+  int32_t width;
+  bool is_gated;
+  Buffer memory;
+};
+
+// Rows as a matrix product takes them: quantized records, or f32.
+struct Operand {
+  const uint8_t* rows;
+  size_t row_bytes;
+};
+
+struct PanelRange {
+  int first, count;
+};
+
+// Where a task's sums of `matmul` go: [panel][row][32].
+struct Tile {
+  float* sums;
+  int first_row, num_rows;
+  const float* panel(int p) const { return sums + size_t(p) * num_rows * kPanelColumns; }
+  float* panel(int p) { return sums + size_t(p) * num_rows * kPanelColumns; }
+  float* row(int p, int r) { return panel(p) + size_t(r) * kPanelColumns; }
+};
+
+int row_block(int num_rows) {
+  const int num_blocks = ceil_div(num_rows, kRowBlock);
+  return num_blocks == 0 ? 1 : ceil_div(num_rows, num_blocks);
+}
+
+size_t operand_bytes(const Matrix& matrix) {
+  return matrix.is_exact ? round_up(size_t(matrix.k) * 4, 64) : QuantizedLayout(matrix.num_groups()).stride;
+}
+
+void add_bias(const Matrix& matrix, const Panel& panel, float* sums, int num_rows) {
+  if (matrix.bias == nullptr) return;
+  for (int r = 0; r < num_rows; ++r) element_ops().add(sums + size_t(r) * kPanelColumns, matrix.bias + panel.first_column, panel.num_columns);
+}
+
+void multiply(const Matrix& matrix, int panel, const Operand& x, Tile tile, int at, void* scratch) {
+  const Panel& p = matrix.panels[panel];
+  const uint8_t* rows = x.rows + size_t(tile.first_row) * x.row_bytes;
+  if (matrix.is_exact) {
+    linear_ops().matmul_exact(p, matrix.k, reinterpret_cast<const float*>(rows), x.row_bytes / 4, tile.num_rows, tile.panel(at));
+  } else {
+    linear_ops().matmul(p, QuantizedLayout(matrix.num_groups()), rows, tile.num_rows, tile.panel(at), scratch);
+  }
+  add_bias(matrix, p, tile.panel(at), tile.num_rows);
+}
+
+// One activation row in the form that `matrix` takes.
+void prepare_row(const Matrix& matrix, const float* x, const float* norm, float eps, float* normed, uint8_t* out) {
+  const int k = matrix.k;
+  if (matrix.is_exact) {
+    auto* to = reinterpret_cast<float*>(out);
+    if (norm != nullptr) {
+      element_ops().norm_row(x, norm, k, eps, to);
+    } else {
+      std::memcpy(to, x, size_t(k) * 4);
+    }
+    return;
+  }
+  if (norm != nullptr) element_ops().norm_row(x, norm, k, eps, normed);
+  element_ops().quantize_row(norm != nullptr ? normed : x, k, QuantizedLayout(matrix.num_groups()), out);
+}
+
+}  // namespace
+
+struct Program {
+  KVPool kv;
+  std::vector<Activations> buffers;
+  std::vector<OpSpec> ops;
+  AttentionPlan plan;
+  Buffer prepared;
+  std::string error;
+};
+
+namespace {
+
+// One run of a program.
+class Run {
+ public:
+  Run(Program& program, const StepArgs& step, ThreadPool& pool) : program_(program), step_(step), pool_(pool), num_tokens_(step.view.num_tokens) {
+    for (Activations& b : program.buffers) {
+      const size_t row = b.is_gated ? std::max(gated_bytes(b.width, true), gated_bytes(b.width, false)) : size_t(b.width) * 4;
+      b.memory.resize(row * num_tokens_);
+    }
+    for (const OpSpec& op : program.ops) {
+      if (op.matrix != nullptr) widest_ = std::max({widest_, round_up(size_t(op.matrix->k) * 4, 64), operand_bytes(*op.matrix)});
+    }
+  }
+
+  void run() {
+    for (const OpSpec& op : program_.ops) {
+      switch (op.kind) {
+        case OpKind::embed: embed(op); break;
+        case OpKind::attention_input: attention_input(op); break;
+        case OpKind::attention: attend(op); break;
+        case OpKind::linear_add: linear_add(op); break;
+        case OpKind::gated_mlp_input: gated_mlp_input(op); break;
+        case OpKind::logits: logits(op); break;
+      }
+    }
+  }
+
+ private:
+  static size_t gated_bytes(int width, bool is_exact) {
+    return is_exact ? round_up(size_t(round_up(width, kPanelColumns)) * 4, 64) : QuantizedLayout(ceil_div(width, kGroup)).stride;
+  }
+
+  float* floats(int buffer) { return program_.buffers[buffer].memory.floats(); }
+
+  void embed(const OpSpec& op) {
+    const Table& table = *op.table;
+    float* out = floats(op.target);
+    const int chunk = num_tokens_ < 16 ? num_tokens_ : 8;
+    pool_.parallel_for(ceil_div(num_tokens_, chunk), [&](int task, int) {
+      for (int t = task * chunk; t < std::min(num_tokens_, (task + 1) * chunk); ++t) read_row(table, step_.token_ids[t], out + size_t(t) * table.k);
+    });
+  }
+
+  // Rows `row_at(0..num_rows)` normed and quantized for `matrix`, then `body(task, thread, operand)` for each task.
+  template <class RowAt, class Body>
+  void with_rows(const Matrix& matrix, int num_rows, const float* norm, float eps, RowAt row_at, int num_tasks, Body body) {
+    const size_t row_bytes = operand_bytes(matrix);
+    if (num_rows <= kRedundantRows) {
+      const int serial = ++serial_;
+      pool_.parallel_for(num_tasks, [&](int task, int thread) {
+        const ThreadMemory own = memory(thread);
+        if (prepared_for_[thread] != serial) {
+          for (int r = 0; r < num_rows; ++r) prepare_row(matrix, row_at(r), norm, eps, own.normed, own.prepared + r * row_bytes);
+          prepared_for_[thread] = serial;
+        }
+        body(task, thread, Operand{own.prepared, row_bytes});
+      });
+      return;
+    }
+    uint8_t* rows = program_.prepared.resize(row_bytes * num_rows);
+    const int chunk = std::max(1, std::min(16, num_rows / (2 * pool_.num_threads())));
+    pool_.parallel_for(ceil_div(num_rows, chunk), [&](int task, int thread) {
+      float* normed = memory(thread).normed;
+      for (int r = task * chunk; r < std::min(num_rows, (task + 1) * chunk); ++r) {
+        prepare_row(matrix, row_at(r), norm, eps, normed, rows + r * row_bytes);
+      }
+    });
+    pool_.parallel_for(num_tasks, [&](int task, int thread) { body(task, thread, Operand{rows, row_bytes}); });
+  }
+
+  // What a thread has to itself, in one piece of scratch: it never moves while an operation runs.
+  struct ThreadMemory {
+    uint8_t* matmul;   // scratch of LinearOps::matmul
+    float* sums;       // a Tile
+    float* heads;      // K and V of a task, unpanelled
+    float* normed;     // one row
+    uint8_t* prepared; // kRedundantRows operand rows
+  };
+
+  ThreadMemory memory(int thread) {
+    constexpr size_t sums = size_t(kMaxPanels) * kRowBlock * kPanelColumns * 4;
+    auto* p = static_cast<uint8_t*>(pool_.scratch(thread, kMatmulScratchBytes + 2 * sums + widest_ * (kRedundantRows + 1)));
+    uint8_t* after = p + kMatmulScratchBytes + 2 * sums;
+    return {p, reinterpret_cast<float*>(p + kMatmulScratchBytes), reinterpret_cast<float*>(p + kMatmulScratchBytes + sums),
+            reinterpret_cast<float*>(after), after + widest_};
+  }
+
+  // The sums of a task's panels, bias included.
+  Tile multiply_panels(const Matrix& matrix, const Operand& x, int first_row, int num_rows, const PanelRange* ranges, int num_ranges, int thread) {
+    const ThreadMemory own = memory(thread);
+    Tile tile{own.sums, first_row, num_rows};
+    int at = 0;
+    for (int i = 0; i < num_ranges; ++i) {
+      for (int p = ranges[i].first; p < ranges[i].first + ranges[i].count; ++p, ++at) multiply(matrix, p, x, tile, at, own.matmul);
+    }
+    return tile;
+  }
+
+  // --- attention input -------------------------------------------------------------------------------------------------------
+
+  // A head unit is the fewest panels that hold whole heads.
+  struct HeadUnits {
+    int panels, heads;  // of one unit
+    explicit HeadUnits(int head_dim) {
+      heads = 1;
+      while (heads * head_dim % kPanelColumns != 0) ++heads;
+      panels = heads * head_dim / kPanelColumns;
+    }
+  };
+
+  void head(const OpSpec& op, float* x, const float* norm, int position) {
+    if (norm != nullptr) element_ops().norm_row(x, norm, op.head_dim, op.eps, x);
+    const float* table = op.rope->at(position);
+    element_ops().rotate(x, table, table + op.rope->num_pairs(), op.rope->num_pairs());
+  }
+
+  // Gather `count` columns of a row that lie in consecutive panels.
+  static void read_columns(Tile& tile, int first_panel, int num_panels, int r, float* out) {
+    for (int p = 0; p < num_panels; ++p) std::memcpy(out + p * kPanelColumns, tile.row(first_panel + p, r), kPanelColumns * 4);
+  }
+
+  void attention_input(const OpSpec& op) {
+    const Matrix& matrix = *op.matrix;
+    const HeadUnits unit(op.head_dim);
+    const int q_panels = ceil_div(op.num_q_heads * op.head_dim, kPanelColumns), kv_panels = ceil_div(op.num_kv_heads * op.head_dim, kPanelColumns);
+    const int q_units = ceil_div(q_panels, unit.panels), kv_units = ceil_div(kv_panels, unit.panels), num_units = q_units + kv_units;
+    const int block = row_block(num_tokens_), num_blocks = ceil_div(num_tokens_, block);
+    const float* h = floats(op.source);
+    const auto row_at = [&](int r) { return h + size_t(r) * matrix.k; };
+    with_rows(matrix, num_tokens_, op.norm, op.eps, row_at, num_blocks * num_units, [&](int task, int thread, const Operand& x) {
+      const int first_row = task / num_units * block, num_rows = std::min(block, num_tokens_ - first_row), u = task % num_units;
+      // KV units are twice as long: they are spread among the others, first ones first.
+      const int kv_before = int(int64_t(u) * kv_units / num_units), kv_after = int(int64_t(u + 1) * kv_units / num_units);
+      if (kv_after > kv_before) {
+        key_value_unit(op, x, first_row, num_rows, kv_before, unit, q_panels, kv_panels, thread);
+      } else {
+        query_unit(op, x, first_row, num_rows, u - kv_before, unit, q_panels, thread);
+      }
+    });
+  }
+
+  void query_unit(const OpSpec& op, const Operand& x, int first_row, int num_rows, int index, const HeadUnits& unit, int q_panels, int thread) {
+    const PanelRange range{index * unit.panels, std::min(unit.panels, q_panels - index * unit.panels)};
+    Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, &range, 1, thread);
+    const int width = op.num_q_heads * op.head_dim, first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_q_heads - first_head);
+    float columns[kMaxPanels * kPanelColumns];
+    for (int r = 0; r < num_rows; ++r) {
+      read_columns(tile, 0, range.count, r, columns);
+      for (int i = 0; i < num_heads; ++i) head(op, columns + i * op.head_dim, op.q_norm, step_.positions[first_row + r]);
+      float* q = floats(op.target) + size_t(first_row + r) * width + size_t(first_head) * op.head_dim;
+      std::memcpy(q, columns, size_t(num_heads) * op.head_dim * 4);
+    }
+  }
+
+  // K and V of the same heads, so that they are written together. Heads are contiguous in memory once unpanelled, in place.
+  void key_value_unit(const OpSpec& op, const Operand& x, int first_row, int num_rows, int index, const HeadUnits& unit, int q_panels, int kv_panels,
+                      int thread) {
+    const int count = std::min(unit.panels, kv_panels - index * unit.panels), first = q_panels + index * unit.panels;
+    const PanelRange ranges[2] = {{first, count}, {first + kv_panels, count}};
+    Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, ranges, 2, thread);
+    const int first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_kv_heads - first_head);
+    const int width = count * kPanelColumns;
+    float* k = memory(thread).heads;
+    float* v = k + size_t(num_rows) * width;
+    for (int r = 0; r < num_rows; ++r) {
+      read_columns(tile, 0, count, r, k + size_t(r) * width);
+      read_columns(tile, count, count, r, v + size_t(r) * width);
+      for (int i = 0; i < num_heads; ++i) head(op, k + size_t(r) * width + i * op.head_dim, op.k_norm, step_.positions[first_row + r]);
+    }
+    const KVSlot* slots = program_.plan.slots() + first_row;
+    for (int i = 0; i < num_heads; ++i) {
+      write_kv(program_.kv, op.layer, first_head + i, slots, num_rows, k + i * op.head_dim, width, v + i * op.head_dim, width);
+    }
+  }
+
+  void attend(const OpSpec& op) {
+    const int64_t width = int64_t(op.num_q_heads) * op.head_dim;
+    attention(program_.plan, pool_, {op.layer, op.num_q_heads, op.scale, op.window, floats(op.source), width, floats(op.target), width});
+  }
+
+  // --- projections -----------------------------------------------------------------------------------------------------------
+
+  void linear_add(const OpSpec& op) {
+    const Matrix& matrix = *op.matrix;
+    const Activations& source = program_.buffers[op.source];
+    const int block = row_block(num_tokens_), num_blocks = ceil_div(num_tokens_, block), num_tasks = num_blocks * matrix.num_panels;
+    float* h = floats(op.target);
+    const auto body = [&](int task, int thread, const Operand& x) {
+      const int first_row = task / matrix.num_panels * block, num_rows = std::min(block, num_tokens_ - first_row);
+      const PanelRange range{task % matrix.num_panels, 1};
+      Tile tile = multiply_panels(matrix, x, first_row, num_rows, &range, 1, thread);
+      const Panel& panel = matrix.panels[range.first];
+      for (int r = 0; r < num_rows; ++r) {
+        element_ops().add(h + size_t(first_row + r) * matrix.num_columns + panel.first_column, tile.row(0, r), panel.num_columns);
+      }
+    };
+    if (source.is_gated) {
+      const Operand x{source.memory.data(), gated_bytes(source.width, matrix.is_exact)};
+      pool_.parallel_for(num_tasks, [&](int task, int thread) { body(task, thread, x); });
+      return;
+    }
+    const float* from = source.memory.floats();
+    with_rows(matrix, num_tokens_, nullptr, 0.0f, [&](int r) { return from + size_t(r) * matrix.k; }, num_tasks, body);
+  }
+
+  void gated_mlp_input(const OpSpec& op) {
+    const Matrix& matrix = *op.matrix;
+    Activations& target = program_.buffers[op.target];
+    const int num_pairs = matrix.num_panels / 2, block = row_block(num_tokens_), num_blocks = ceil_div(num_tokens_, block);
+    const float* h = floats(op.source);
+    const QuantizedLayout layout(num_pairs);
+    const size_t row_bytes = gated_bytes(target.width, matrix.is_exact);
+    uint8_t* out = target.memory.data();
+    const auto row_at = [&](int r) { return h + size_t(r) * matrix.k; };
+    with_rows(matrix, num_tokens_, op.norm, op.eps, row_at, num_blocks * num_pairs, [&](int task, int thread, const Operand& x) {
+      const int first_row = task / num_pairs * block, num_rows = std::min(block, num_tokens_ - first_row), pair = task % num_pairs;
+      const PanelRange ranges[2] = {{pair, 1}, {num_pairs + pair, 1}};
+      Tile tile = multiply_panels(matrix, x, first_row, num_rows, ranges, 2, thread);
+      for (int r = 0; r < num_rows; ++r) {
+        uint8_t* row = out + size_t(first_row + r) * row_bytes;
+        if (matrix.is_exact) {
+          element_ops().gate(tile.row(0, r), tile.row(1, r), reinterpret_cast<float*>(row) + pair * kPanelColumns);
+        } else {
+          element_ops().gate_quantize(tile.row(0, r), tile.row(1, r), layout, pair, row);
+        }
+      }
+    });
+  }
+
+  void logits(const OpSpec& op) {
+    if (step_.num_logits == 0) return;
+    const Matrix& matrix = *op.matrix;
+    const int num_rows = step_.num_logits, block = row_block(num_rows), num_blocks = ceil_div(num_rows, block);
+    const int num_groups = ceil_div(matrix.num_panels, kLogitPanels);
+    const float* h = floats(op.source);
+    const auto row_at = [&](int r) { return h + size_t(step_.logit_rows[r]) * matrix.k; };
+    with_rows(matrix, num_rows, op.norm, op.eps, row_at, num_blocks * num_groups, [&](int task, int thread, const Operand& x) {
+      const int first_row = task / num_groups * block, rows = std::min(block, num_rows - first_row), first = task % num_groups * kLogitPanels;
+      const PanelRange range{first, std::min(kLogitPanels, matrix.num_panels - first)};
+      Tile tile = multiply_panels(matrix, x, first_row, rows, &range, 1, thread);
+      for (int p = 0; p < range.count; ++p) {
+        const Panel& panel = matrix.panels[first + p];
+        for (int r = 0; r < rows; ++r) {
+          float* to = step_.logits + size_t(first_row + r) * matrix.num_columns + panel.first_column;
+          std::memcpy(to, tile.row(p, r), size_t(panel.num_columns) * 4);
+        }
+      }
+    });
+  }
+
+  Program& program_;
+  const StepArgs& step_;
+  ThreadPool& pool_;
+  const int num_tokens_;
+  size_t widest_ = 0;  // bytes of the longest row that any operation prepares, as f32 or quantized
+  int serial_ = 0;
+  std::vector<int> prepared_for_ = std::vector<int>(pool_.num_threads(), 0);
+};
+
+template <class... Args>
+const char* fail(Program& program, const char* format, Args... args) {
+  char text[256];
+  std::snprintf(text, sizeof text, format, args...);
+  program.error = text;
+  return program.error.c_str();
+}
+
+// Null, or what does not fit: checked before anything is written.
+const char* check(Program& program, const StepArgs& step) {
+  const int num_tokens = step.view.num_tokens;
+  for (const OpSpec& op : program.ops) {
+    if (op.kind != OpKind::embed) continue;
+    for (int t = 0; t < num_tokens; ++t) {
+      if (step.token_ids[t] < 0 || step.token_ids[t] >= op.table->num_rows) {
+        return fail(program, "token %d has id %d, outside the vocabulary of %d", t, step.token_ids[t], op.table->num_rows);
+      }
+    }
+  }
+  int last = 0;
+  for (int t = 0; t < num_tokens; ++t) {
+    if (step.positions[t] < 0 || step.positions[t] >= 1 << 26) return fail(program, "token %d has position %d, outside [0, %d)", t, step.positions[t], 1 << 26);
+    last = std::max(last, step.positions[t]);
+  }
+  for (int i = 0; i < step.num_logits; ++i) {
+    if (step.logit_rows[i] < 0 || step.logit_rows[i] >= num_tokens) {
+      return fail(program, "logit_rows[%d] is %d, but the step has %d tokens", i, step.logit_rows[i], num_tokens);
+    }
+  }
+  for (const OpSpec& op : program.ops) {
+    if (op.rope != nullptr) op.rope->extend_to(last);
+  }
+  return program.plan.begin(program.kv, step.view);
+}
+
+}  // namespace
+}  // namespace anabranch
+
+using namespace anabranch;
+
+extern "C" {
+
+RopeTable* anb_rope_new(const double* inv_freq, int num_pairs, double magnitude) {
+  return new RopeTable{std::vector<double>(inv_freq, inv_freq + num_pairs), magnitude, {}};
+}
+
+void anb_rope_free(RopeTable* rope) { delete rope; }
+
+Program* anb_program_new(const KVPool* kv) {
+  auto* program = new Program;
+  program->kv = *kv;
+  return program;
+}
+
+void anb_program_free(Program* program) { delete program; }
+
+int anb_program_buffer(Program* program, int width, int is_gated) {
+  program->buffers.push_back({width, is_gated != 0, {}});
+  return int(program->buffers.size()) - 1;
+}
+
+void anb_program_add(Program* program, const OpSpec* op) { program->ops.push_back(*op); }
+
+const char* anb_program_run(Program* program, const StepArgs* step) {
+  try {
+    PoolLease pool;
+    if (const char* error = check(*program, *step)) return error;
+    if (step->view.num_tokens == 0) return nullptr;
+    pool->begin_step();
+    Run(*program, *step, *pool).run();
+    pool->end_step();
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return fail(*program, "out of memory for a step of %d tokens", step->view.num_tokens);
+  }
+}
+
+void anb_copy_pages(const KVPool* kv, const int32_t* src, const int32_t* dst, int num_pages) {
+  PoolLease pool;
+  pool->parallel_for(kv->num_layers, [&](int layer, int) {
+    uint8_t* pages = kv->data + size_t(layer) * kv->layer_bytes;
+    for (int i = 0; i < num_pages; ++i) std::memcpy(pages + size_t(dst[i]) * kv->page_bytes, pages + size_t(src[i]) * kv->page_bytes, kv->page_bytes);
+  });
+}
+
+// All bits set is a NaN in every float type, and so are the scales of int8.
+void anb_poison_pages(const KVPool* kv, const int32_t* pages, int num_pages) {
+  for (int layer = 0; layer < kv->num_layers; ++layer) {
+    for (int i = 0; i < num_pages; ++i) std::memset(kv->data + size_t(layer) * kv->layer_bytes + size_t(pages[i]) * kv->page_bytes, 0xff, kv->page_bytes);
+  }
+}
+
+void anb_matmul(const Matrix* matrix, const float* x, int num_rows, float* out) {
+  PoolLease pool;
+  const size_t row_bytes = operand_bytes(*matrix);
+  std::vector<uint8_t> memory(row_bytes * num_rows + 64);
+  auto* rows = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
+  for (int r = 0; r < num_rows; ++r) prepare_row(*matrix, x + size_t(r) * matrix->k, nullptr, 0.0f, nullptr, rows + r * row_bytes);
+  const int block = row_block(num_rows), num_blocks = ceil_div(num_rows, block);
+  pool->parallel_for(num_blocks * matrix->num_panels, [&](int task, int thread) {
+    const Panel& panel = matrix->panels[task % matrix->num_panels];
+    const int first_row = task / matrix->num_panels * block, count = std::min(block, num_rows - first_row);
+    auto* scratch = static_cast<uint8_t*>(pool->scratch(thread, kMatmulScratchBytes + size_t(kRowBlock) * kPanelColumns * 4));
+    Tile tile{reinterpret_cast<float*>(scratch + kMatmulScratchBytes), first_row, count};
+    multiply(*matrix, task % matrix->num_panels, {rows, row_bytes}, tile, 0, scratch);
+    for (int r = 0; r < count; ++r) {
+      std::memcpy(out + size_t(first_row + r) * matrix->num_columns + panel.first_column, tile.row(0, r), size_t(panel.num_columns) * 4);
+    }
+  });
+}
+
+void anb_read_rows(const Table* table, const int32_t* ids, int num_ids, float* out) {
+  for (int i = 0; i < num_ids; ++i) read_row(*table, ids[i], out + size_t(i) * table->k);
+}
+
+}  // extern "C"

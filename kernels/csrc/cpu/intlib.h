@@ -1,0 +1,153 @@
+// The integer half of mathlib.h: `vi` is 16 int32 lanes (or 64 bytes), the same results from every instruction set.
+#pragma once
+
+#include "mathlib.h"
+
+namespace anabranch {
+namespace ANB_ISA {
+
+#if defined(__AVX512F__)
+
+struct vi {
+  __m512i v;
+};
+ANB_INLINE vi i_zero() { return {_mm512_setzero_si512()}; }
+ANB_INLINE vi i_set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+ANB_INLINE vi i_load(const void* p) { return {_mm512_loadu_si512(p)}; }
+ANB_INLINE void i_store(void* p, vi x) { _mm512_storeu_si512(p, x.v); }
+ANB_INLINE vi i_add(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
+ANB_INLINE vi i_add_bytes(vi a, vi b) { return {_mm512_add_epi8(a.v, b.v)}; }
+ANB_INLINE vi i_and(vi a, vi b) { return {_mm512_and_si512(a.v, b.v)}; }
+ANB_INLINE vi i_max(vi a, vi b) { return {_mm512_max_epi32(a.v, b.v)}; }
+// Bits 4 to 7 of each byte, moved to bits 0 to 3.
+ANB_INLINE vi high_nibbles(vi x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
+ANB_INLINE vf to_float(vi x) { return {_mm512_cvtepi32_ps(x.v)}; }
+ANB_INLINE vi round_to_int(vf x) { return {_mm512_cvtps_epi32(x.v)}; }  // to nearest even; INT32_MIN where it does not fit
+ANB_INLINE vi bits_of(vf x) { return {_mm512_castps_si512(x.v)}; }
+ANB_INLINE vf div(vf a, vf b) { return {_mm512_div_ps(a.v, b.v)}; }
+// Each lane gains the dot product of its 4 unsigned bytes of u and 4 signed bytes of s, exactly.
+ANB_INLINE vi dot4(vi acc, vi u, vi s) { return {_mm512_dpbusd_epi32(acc.v, u.v, s.v)}; }
+ANB_INLINE void store_low_bytes(int8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x.v)); }
+ANB_INLINE vi load_bytes(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+ANB_INLINE int32_t i_hsum(vi x) { return _mm512_reduce_add_epi32(x.v); }
+ANB_INLINE int32_t i_hmax(vi x) { return _mm512_reduce_max_epi32(x.v); }
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+struct vi {
+  __m256i a, b;
+};
+ANB_INLINE vi i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+ANB_INLINE vi i_set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+ANB_INLINE vi i_load(const void* p) {
+  const auto* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+ANB_INLINE void i_store(void* p, vi x) {
+  auto* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.a);
+  _mm256_storeu_si256(q + 1, x.b);
+}
+ANB_INLINE vi i_add(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+ANB_INLINE vi i_add_bytes(vi x, vi y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; }
+ANB_INLINE vi i_and(vi x, vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+ANB_INLINE vi i_max(vi x, vi y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+ANB_INLINE __m256i high_nibbles_half(__m256i x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+ANB_INLINE vi high_nibbles(vi x) { return {high_nibbles_half(x.a), high_nibbles_half(x.b)}; }
+ANB_INLINE vf to_float(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+ANB_INLINE vi round_to_int(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+ANB_INLINE vi bits_of(vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+ANB_INLINE vf div(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+// vpmaddubsw would saturate (2 * 255 * 127 > 32767), so even and odd bytes are widened to 16 bits instead.
+ANB_INLINE __m256i dot4_half(__m256i acc, __m256i u, __m256i s) {
+  const __m256i s_even = _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8), s_odd = _mm256_srai_epi16(s, 8);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), s_even);
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), s_odd);
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+ANB_INLINE vi dot4(vi acc, vi u, vi s) { return {dot4_half(acc.a, u.a, s.a), dot4_half(acc.b, u.b, s.b)}; }
+ANB_INLINE vi load_bytes(const uint8_t* p) {
+  const __m128i x = load_16_bytes(p);
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+ANB_INLINE int32_t i_hsum(vi x) {
+  const __m256i a = _mm256_add_epi32(x.a, x.b);
+  __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+ANB_INLINE int32_t i_hmax(vi x) {
+  const __m256i a = _mm256_max_epi32(x.a, x.b);
+  __m128i b = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+ANB_INLINE void store_low_bytes(int8_t* p, vi x) {
+  int32_t lanes[16];
+  i_store(lanes, x);
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(lanes[i]);
+}
+
+#else
+
+struct vi {
+  int32_t v[16];
+};
+#define ANB_LANES(expression) \
+  vi r; \
+  for (int i = 0; i < 16; ++i) r.v[i] = int32_t(expression); \
+  return r
+ANB_INLINE vi i_zero() { ANB_LANES(0); }
+ANB_INLINE vi i_set1(int32_t x) { ANB_LANES(x); }
+ANB_INLINE vi i_load(const void* p) {
+  vi r;
+  memcpy(r.v, p, sizeof(r.v));
+  return r;
+}
+ANB_INLINE void i_store(void* p, vi x) { memcpy(p, x.v, sizeof(x.v)); }
+ANB_INLINE vi i_add(vi a, vi b) { ANB_LANES(uint32_t(a.v[i]) + uint32_t(b.v[i])); }  // wraps, as vector units do
+ANB_INLINE vi i_add_bytes(vi a, vi b) {
+  ANB_LANES(((a.v[i] & 0x7f7f7f7f) + (b.v[i] & 0x7f7f7f7f)) ^ ((a.v[i] ^ b.v[i]) & int32_t(0x80808080u)));
+}
+ANB_INLINE vi i_and(vi a, vi b) { ANB_LANES(a.v[i] & b.v[i]); }
+ANB_INLINE vi i_max(vi a, vi b) { ANB_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+ANB_INLINE vi high_nibbles(vi x) { ANB_LANES(uint32_t(x.v[i]) >> 4 & 0x0f0f0f0f); }
+ANB_INLINE vi round_to_int(vf x) {
+  ANB_LANES(x.v[i] >= -2147483648.0f && x.v[i] < 2147483648.0f ? int32_t(nearbyintf(x.v[i])) : INT32_MIN);
+}
+ANB_INLINE vi bits_of(vf x) { ANB_LANES(float_to_bits(x.v[i])); }
+ANB_INLINE vi dot4(vi acc, vi u, vi s) {
+  for (int i = 0; i < 16; ++i) {
+    for (int b = 0; b < 32; b += 8) acc.v[i] += int32_t(uint32_t(u.v[i]) >> b & 255) * int8_t(uint32_t(s.v[i]) >> b);
+  }
+  return acc;
+}
+ANB_INLINE vi load_bytes(const uint8_t* p) { ANB_LANES(p[i]); }
+#undef ANB_LANES
+ANB_INLINE vf to_float(vi x) {
+  vf r;
+  for (int i = 0; i < 16; ++i) r.v[i] = float(x.v[i]);
+  return r;
+}
+ANB_INLINE vf div(vf a, vf b) {
+  for (int i = 0; i < 16; ++i) a.v[i] /= b.v[i];
+  return a;
+}
+ANB_INLINE void store_low_bytes(int8_t* p, vi x) {
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(x.v[i]);
+}
+ANB_INLINE int32_t i_hsum(vi x) {
+  uint32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += uint32_t(x.v[i]);
+  return int32_t(sum);
+}
+ANB_INLINE int32_t i_hmax(vi x) {
+  int32_t best = x.v[0];
+  for (int i = 1; i < 16; ++i) best = x.v[i] > best ? x.v[i] : best;
+  return best;
+}
+
+#endif
+
+}  // namespace ANB_ISA
+}  // namespace anabranch

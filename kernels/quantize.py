@@ -1,0 +1,123 @@
+"""Weights from their file form to the panels that native kernels stream: which panel kind a format takes, and packing.
+
+Block formats are repacked, never requantized: a panel holds the file's own codes, with its scales widened where half precision would
+lose (k-quants). Float checkpoints become 8-bit codes with one scale per 32 weights. In exact mode every format becomes f32.
+The kinds and their layouts: `csrc/cpu/linear.h`.
+"""
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.kernels.formats import FORMATS, RawTensor
+from anabranch.kernels.layout import LayoutError
+
+Bytes = NDArray[np.uint8]
+PANEL_COLUMNS = 32
+SLAB_BYTES = 64 << 20
+HUGE_PAGE_BYTES = 2 << 20
+ALIGNMENT = 4096
+
+FORMAT_CODES = {name: code for code, name in enumerate(
+    ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))}  # fmt: skip
+
+
+class PanelKind(IntEnum):
+    """As in `csrc/cpu/linear.h`."""
+
+    SYM4 = 0
+    AFFINE4 = 1
+    AFFINE4_WIDE = 2
+    SYM8 = 3
+    SYM8_WIDE = 4
+    AFFINE8 = 5
+    AFFINE8_WIDE = 6
+    HALVES8 = 7
+    F32 = 8
+
+
+KIND_OF = {
+    "F32": PanelKind.SYM8, "F16": PanelKind.SYM8, "BF16": PanelKind.SYM8, "Q8_0": PanelKind.SYM8, "Q4_0": PanelKind.SYM4,
+    "Q4_1": PanelKind.AFFINE4, "Q5_0": PanelKind.SYM8, "Q5_1": PanelKind.AFFINE8, "Q4_K": PanelKind.AFFINE4_WIDE,
+    "Q5_K": PanelKind.AFFINE8_WIDE, "Q6_K": PanelKind.HALVES8,
+}  # fmt: skip
+
+
+class Arena:
+    """Memory for weights: zeroed, on huge pages where the system has them, handed out in order, freed as a whole."""
+
+    def __init__(self) -> None:
+        self._slab = np.empty(0, np.uint8)
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> Bytes:
+        """A zeroed array that starts at a page. Raises MemoryError."""
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if size > len(self._slab):
+            self._slab = _map_zeros(max(size, SLAB_BYTES))
+        taken, self._slab = self._slab[:num_bytes], self._slab[size:]
+        self.num_bytes += size
+        return taken
+
+
+def _map_zeros(num_bytes: int) -> Bytes:
+    """Fresh zeroed memory. Aligned to a huge page, or the first and last one of a slab could not be one."""
+    try:
+        memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
+    except (OSError, ValueError) as error:
+        raise MemoryError(f"cannot allocate {num_bytes / 2**20:.0f} MiB for weights: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without them: small pages do as well
+    array = np.frombuffer(memory, np.uint8)
+    start = -array.ctypes.data % HUGE_PAGE_BYTES
+    return array[start : start + num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """One RawTensor in panels: kind, and bytes [num_panels, bytes per panel]."""
+
+    kind: PanelKind
+    num_rows: int
+    panels: Bytes
+
+
+def check_matrix(raw: RawTensor) -> None:
+    """Raises LayoutError if `raw` is not a matrix whose bytes are all there."""
+    if raw.format not in FORMATS:
+        raise LayoutError(f"{raw.name}: unknown format {raw.format!r}, expected one of {', '.join(FORMATS)}")
+    form = FORMATS[raw.format]
+    if len(raw.shape) != 2 or 0 in raw.shape or raw.shape[1] % form.block:
+        raise LayoutError(f"{raw.name}: a {form.name} matrix needs rows of whole blocks of {form.block}, got shape {raw.shape}")
+    expected = (raw.shape[0], raw.shape[1] // form.block * form.num_bytes)
+    if raw.data.shape != expected or raw.data.dtype != np.uint8:
+        raise LayoutError(f"{raw.name}: {form.name} of shape {raw.shape} takes uint8 {expected}, got {raw.data.dtype} {raw.data.shape}")
+    if raw.data.strides[1] != 1:
+        raise LayoutError(f"{raw.name}: the bytes of a row must be contiguous")
+
+
+def pack(library: ctypes.CDLL, raw: RawTensor, arena: Arena, *, is_exact: bool) -> PackedPart:
+    """Cost: reads the tensor once, on all threads of the pool."""
+    if is_exact:
+        return _pack_as(library, raw, arena, PanelKind.F32)[0]
+    packed, num_misfits = _pack_as(library, raw, arena, KIND_OF[raw.format])
+    if num_misfits:  # scales beyond half precision: rare, and only in float checkpoints
+        packed, _ = _pack_as(library, raw, arena, PanelKind.SYM8_WIDE)
+    return packed
+
+
+def _pack_as(library: ctypes.CDLL, raw: RawTensor, arena: Arena, kind: PanelKind) -> tuple[PackedPart, int]:
+    num_rows, k = raw.shape
+    num_panels = -(-num_rows // PANEL_COLUMNS)
+    panels = arena.take(num_panels * library.anb_panel_bytes(kind, k)).reshape(num_panels, -1)
+    num_misfits = library.anb_pack(
+        FORMAT_CODES[raw.format], raw.data.ctypes.data, num_rows, k, raw.data.strides[0], kind, panels.ctypes.data
+    )
+    return PackedPart(kind, num_rows, panels), num_misfits
