@@ -639,6 +639,7 @@ class StepPlan(Message):
     trees: tuple[ScoreTree, ...] = ()
     groups: tuple[SharedPrefix, ...] = ()
     fresh_pages: bytes = b""  # pages that no one has written since they were allocated: poisoned under the debug hook
+    logits_of: bytes = b""  # row whose last logits each row samples from; empty: each its own. See `WorkerReady.shares_logits`
 
 
 class WorkerShutdown(Message):
@@ -659,6 +660,7 @@ class WorkerReady(Message):
     load_report: str  # human-readable: every parameter set exactly once, from which tensor
     num_layers: int = 0
     kv_bytes_per_token: int = 0
+    shares_logits: bool = False  # it understands rows with num_new 0, which sample from the row named in `logits_of`
 
 
 class RowError(Message):
