@@ -1,7 +1,7 @@
 """A live sequence: its tokens, and while it runs the pages that hold its KV.
 
-Tokens are always there. Pages are held only while the branch is *attached*; between operations everything lives in the tree,
-and the branch remembers where it ended there, so that it comes back without a walk from the root.
+Tokens are always there. Pages are held only while the branch is *attached*; between operations everything lives in the
+tree, and the branch remembers where it ended there, so that it comes back without a walk from the root.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which cached page goes first: the order of the leaves, and the policies that set it.
 
-The order is a handful of linked lists, one per *class* of leaf, each in order of use. A touch moves a node to the end of its
-class; the victim is the least of the heads. So every operation costs the same however many leaves there are, and nothing
-is ever sorted or scanned.
+The order is a handful of linked lists, one per *class* of leaf, each in order of use. A touch moves a node to the end
+of its class; the victim is the least of the heads. So every operation costs the same however many leaves there are,
+and nothing is ever sorted or scanned.
 
 Inner and protected nodes may stand in a list too. They are skipped for good when they reach the head, which is
 paid for by the touch that put them there; a parent that becomes a leaf while it stands in a list keeps the place
@@ -12,6 +12,7 @@ that its own last use earned, and one that does not was last used before everyth
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from anabranch.radix.nodes import NONE, Nodes
@@ -60,8 +61,8 @@ class LRU:
 class CostAware:
     """Least recompute cost times expected reuse first, with ageing.
 
-    GreedyDual: each leaf gets the clock plus its worth when it is used, and an eviction moves the clock to what it took. Worth
-    is quantised to half powers of two so that each class is in order by itself.
+    GreedyDual: each leaf gets the clock plus its worth when it is used, and an eviction moves the clock to what it took.
+    Worth is quantised to half powers of two so that each class is in order by itself.
 
     The cost of a page grows with its position, since attention to everything before it is recomputed with it;
     `linear_context` is the context length at which attention costs as much as the rest of the model. Reuse is
@@ -87,7 +88,7 @@ class CostAware:
         return uses > 1
 
 
-POLICIES = {"lru": LRU, "cost": CostAware}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "cost": CostAware}
 
 
 class EvictionOrder:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -46,7 +46,9 @@ def reference_counts_are_exact(m: KVManager) -> None:
     by_nodes = chain.from_iterable(m.tree.page_ids(node).tolist() for node in _edges(m))
     holders = Counter(chain(by_nodes, *(_own_pages(branch) for branch in m.attached)))
     counts = m.pool.counts()
-    wrong = {page: (int(counts[page]), holders[page]) for page in range(m.pool.num_pages) if counts[page] != holders[page]}
+    wrong = {
+        page: (int(counts[page]), holders[page]) for page in range(m.pool.num_pages) if counts[page] != holders[page]
+    }
     assert not wrong, f"page: (count, holders) is wrong: {wrong}"
 
 
@@ -102,7 +104,7 @@ def a_page_is_held_along_one_path(m: KVManager) -> None:
             holders.setdefault(page, []).append(node)
     for page, held_by in holders.items():
         held_by.sort(key=lambda node: nodes.start[node], reverse=True)
-        for node, above in zip(held_by, held_by[1:]):
+        for node, above in pairwise(held_by):
             assert above in _ancestors(m, node), f"page {page} is held by nodes {held_by}, which are on no path"
             assert nodes.shares_first[node] and m.tree.page_of(node, nodes.start[node]) == page, (
                 f"node {node} holds page {page} of node {above} and does not say so"
@@ -137,7 +139,9 @@ def every_lock_and_lease_has_an_owner(m: KVManager) -> None:
     for node in nodes.ids():
         if _is_node(m, node):
             assert nodes.locks[node] == locks[node], f"node {node}: {nodes.locks[node]} locks, {locks[node]} owners"
-            assert nodes.leases[node] == leases[node], f"node {node}: {nodes.leases[node]} leases, {leases[node]} owners"
+            assert nodes.leases[node] == leases[node], (
+                f"node {node}: {nodes.leases[node]} leases, {leases[node]} owners"
+            )
 
 
 def protection_reaches_the_root(m: KVManager) -> None:
@@ -154,7 +158,9 @@ def protection_reaches_the_root(m: KVManager) -> None:
 
 def leases_stay_within_their_budget(m: KVManager) -> None:
     """Leases protect no more pages than their budget."""
-    assert m.tree.num_leased <= m.leases.budget, f"{m.tree.num_leased} pages are leased, the budget is {m.leases.budget}"
+    assert m.tree.num_leased <= m.leases.budget, (
+        f"{m.tree.num_leased} pages are leased, the budget is {m.leases.budget}"
+    )
 
 
 def every_evictable_leaf_is_in_the_order(m: KVManager) -> None:
@@ -188,7 +194,9 @@ def a_written_slot_is_read_by_its_writer_only(m: KVManager) -> None:
             continue
         pages = branch.entries(branch.computed // m.page_size, -(-branch.reserved // m.page_size)).tolist()
         written.update(pages)
-        assert not inner & set(pages), f"a branch at node {branch.node} writes full pages {inner & set(pages)} of the tree"
+        assert not inner & set(pages), (
+            f"a branch at node {branch.node} writes full pages {inner & set(pages)} of the tree"
+        )
         for page in pages:
             for node in readers.get(page, ()):
                 assert m.tree.nodes.end[node] <= branch.computed, f"page {page} is written and read by node {node}"
@@ -206,6 +214,8 @@ def a_page_table_is_the_path_and_then_the_branch_s_own(m: KVManager) -> None:
         assert branch.own - shared <= (branch.tail == Tail.CLAIMED), f"nobody holds entries [{shared}, {branch.own})"
         held = [page for page in _own_pages(branch) if m.pool.refs(page) != 1]
         assert not held, f"own pages {held} of the branch at node {branch.node} have other holders"
+        spare = branch.num_pages - max(branch.own, -(-branch.reserved // m.page_size))
+        assert spare <= 0, f"the branch at node {branch.node} keeps {spare} pages that it has not reserved"
         covered = branch.num_pages * m.page_size
         assert branch.computed <= branch.reserved <= covered, (
             f"computed {branch.computed} <= reserved {branch.reserved} <= {covered} covered by the table"

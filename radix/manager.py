@@ -52,7 +52,8 @@ class KVManager:
             raise CacheSizeError(f"lease_share must be in [0, 1], got {lease_share}")
         if isinstance(policy, str):
             if policy not in POLICIES:
-                raise CacheSizeError(f"policy must be one of {', '.join(sorted(POLICIES))} or an object, got {policy!r}")
+                known = ", ".join(sorted(POLICIES))
+                raise CacheSizeError(f"policy must be one of {known}, or an object, got {policy!r}")
             policy = POLICIES[policy]()
         self.pool = PagePool(num_pages, page_size)
         self.page_size = page_size
@@ -209,17 +210,16 @@ class KVManager:
             branch.reserved = upto
             return NO_COPIES
         assert branch.attached, "only an attached branch can reserve pages"
-        new = self._num_new_pages(branch, upto)
-        if not self._make_room(new):
+        must_copy = self._must_copy(branch)  # decided before making room, which may turn the node into a leaf
+        new = max(0, -(-upto // self.page_size) - branch.num_pages)
+        if not self._make_room(new + must_copy):
             return None
         copies = NO_COPIES
-        if branch.tail == Tail.SHARED:
-            if self._can_claim(branch):
-                self.claims[branch.node] = branch
-                branch.tail = Tail.CLAIMED
-            else:
-                copies = self._leave_shared_page(branch)
-                new -= 1
+        if must_copy:
+            copies = self._leave_shared_page(branch)
+        elif branch.tail == Tail.SHARED:
+            self.claims[branch.node] = branch
+            branch.tail = Tail.CLAIMED
         if new:
             pages = self.pool.alloc(new)
             assert pages is not None
@@ -450,16 +450,18 @@ class KVManager:
         """Pages that `reserve` must allocate."""
         if upto <= branch.reserved:
             return 0
-        replaced = 1 if branch.tail == Tail.SHARED and not self._can_claim(branch) else 0
-        return max(0, -(-upto // self.page_size) - branch.num_pages) + replaced
+        return max(0, -(-upto // self.page_size) - branch.num_pages) + self._must_copy(branch)
 
-    def _can_claim(self, branch: Branch) -> bool:
-        """Whether the branch may write on in the tree's page: it goes on where a leaf ends, and nobody else does.
+    def _must_copy(self, branch: Branch) -> bool:
+        """Whether the branch must leave the tree's page before it writes.
 
-        Other holders of the page end at or before the leaf's end, so they never read what is written past it.
+        It may claim the page instead if it goes on where a leaf ends and nobody else has claimed that: all who hold the
+        page end at or before the leaf's end, so they never read what is written past it.
         """
+        if branch.tail != Tail.SHARED:
+            return False
         nodes, node = self.tree.nodes, branch.node
-        return branch.computed == nodes.end[node] and not nodes.num_children[node] and node not in self.claims
+        return branch.computed != nodes.end[node] or nodes.num_children[node] > 0 or node in self.claims
 
     def _leave_shared_page(self, branch: Branch) -> Copies:
         """Copy on write: the table's last entry becomes a page of the branch's own."""
@@ -481,7 +483,7 @@ class KVManager:
         return Copies(source, entry.copy())
 
     def _make_room(self, num_pages: int) -> bool:
-        """Have that many free pages, by evicting and then by demoting leases; False, and nothing done, if there are not."""
+        """Have that many free pages, by evicting and then by demoting leases; False, and nothing done, if it cannot be."""
         tree, short = self.tree, num_pages - self.pool.num_free
         if short <= 0:
             return True

@@ -1,7 +1,8 @@
 """Tree nodes as columns: a node is an index, and each of its fields one entry of a flat array.
 
-A Python object per node would cost several hundred bytes and a visit by each garbage collection. The columns cost about
-sixty bytes a node and none of them is seen by the collector. Freed ids are reused; `generation` tells a reused id apart.
+A Python object per node would cost several hundred bytes and a visit by each garbage collection. The columns cost
+about seventy bytes a node and the collector sees none of them. Freed ids are reused; `generation` tells a reused id
+apart.
 """
 
 from __future__ import annotations

@@ -18,19 +18,17 @@ class PagePool:
     __slots__ = ("_counts", "_free", "_scalar_counts", "_scalar_free", "num_free", "num_pages", "page_size")
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 1 or num_pages * page_size >= 2**31:
-            raise CacheSizeError(
-                f"num_pages must be at least 1 and num_pages * page_size below 2**31, got {num_pages} pages of {page_size}"
-            )
         if page_size < 1:
             raise CacheSizeError(f"page_size must be at least 1 token, got {page_size}")
+        if not 1 <= num_pages < 2**31 // page_size:
+            raise CacheSizeError(f"num_pages must be in [1, {2**31 // page_size}), got {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_free = num_pages
         self._counts = np.zeros(num_pages, np.int32)
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack; its top is at index num_free - 1
-        self._scalar_counts = memoryview(self._counts)  # reads one element three times as fast as numpy does
-        self._scalar_free = memoryview(self._free)
+        self._scalar_counts: memoryview[int] = self._counts.data  # reads one element three times as fast as numpy does
+        self._scalar_free: memoryview[int] = self._free.data
 
     def refs(self, page_id: int) -> int:
         """How many hold the page."""
@@ -67,13 +65,13 @@ class PagePool:
         """One more holder for each of these distinct pages, which must be held already."""
         counts = self._counts[pages]
         if counts.size and counts.min() < 1:
-            raise PageError(f"retained free pages {pages[counts < 1].tolist()}: only a held page can get another holder")
+            raise PageError(f"retained free pages {pages[counts < 1].tolist()}: only a held page can be shared")
         self._counts[pages] = counts + 1
 
     def retain_one(self, page_id: int) -> None:
         """`retain` for a single page."""
         if self._scalar_counts[page_id] < 1:
-            raise PageError(f"retained free page {page_id}: only a held page can get another holder")
+            raise PageError(f"retained free page {page_id}: only a held page can be shared")
         self._scalar_counts[page_id] += 1
 
     def release(self, pages: np.ndarray) -> int:

@@ -1,8 +1,8 @@
 """Which token each KV slot of the pool stands for.
 
-The tree keeps no tokens of its own: an edge's tokens lie here, at the same page and slot as their KV. So the store never
-fragments, splitting an edge copies nothing, evicting a page forgets its tokens with it, and what is compared on a
-match is what the page really holds.
+The tree keeps no tokens of its own: an edge's tokens lie here, at the same page and slot as their KV. So the store
+never fragments, splitting an edge copies nothing, evicting a page forgets its tokens with it, and what is compared on
+a match is what the page really holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TokenStore:
         self.page_size = page_size
         self._flat = np.empty(num_pages * page_size, np.int32)
         self._rows = self._flat.reshape(num_pages, page_size)
-        self._scalars = memoryview(self._flat)
+        self._scalars: memoryview[int] = self._flat.data
 
     def at(self, page_id: int, slot: int) -> int:
         """The token in one slot."""

@@ -1,7 +1,8 @@
 """The tokens of live branches: logs that share what they have in common.
 
-A log is a position in a tree of segments. Forking copies one reference; appending writes in place when nobody has written
-past this log's end yet, and opens a segment of its own otherwise. What another log can see is never overwritten.
+A log is a position in a tree of segments. Forking copies one reference; appending writes in place when nobody has
+written past this log's end yet, and opens a segment of its own otherwise. What another log can see is never
+overwritten.
 
 ```
 segment A  [0 .............. 40)          log 1: (A, 40)

@@ -1,11 +1,11 @@
 """The radix tree: tokens to pages, by token over pages.
 
-A node is an edge: path positions [start, end) and the pages that back them. Its children are keyed by their first token, so
-siblings differ in it. Token ids are compared exactly; there is no hash that stands for them.
+A node is an edge: path positions [start, end) and the pages that back them. Its children are keyed by their first token,
+so siblings differ in it. Token ids are compared exactly; there is no hash that stands for them.
 
-A divergence can fall inside a page. Then two nodes on a path have an entry for the same page index, and the deeper one's
-page holds the KV of the whole path inside that page: the page table of a path takes for each index the page of the
-deepest node that has one. Two ways lead there: a *split* inside a page, after which both halves hold the very same
+A divergence can fall inside a page. Then two nodes on a path have an entry for the same page index, and the deeper
+one's page holds the KV of the whole path inside that page: the page table of a path takes for each index the page of
+the deepest node that has one. Two ways lead there: a *split* inside a page, after which both halves hold the very same
 page, and a *copy on write*, after which the deeper node has its own.
 
 ```
@@ -15,8 +15,8 @@ split at 6       a b c d | e f          upper     p0 p1
 insert x y at 6                x y        child      q1           q1: the copy of p1's first half, then x y
 ```
 
-A node's id names the *end* of its edge. A split gives the upper half the new id, so whoever sits at the end of a node (a
-lock, a branch, a queue place) is not disturbed. An edge changes in two more ways: its unlocked tail is evicted, or
+A node's id names the *end* of its edge. A split gives the upper half the new id, so whoever sits at the end of a node
+(a lock, a branch, a queue place) is not disturbed. An edge changes in two more ways: its unlocked tail is evicted, or
 its one writer grows it. An edge that lost its tail never grows again, so a position in a node that was once verified
 against some tokens stays verified for as long as the node lives; branches rely on that to resume without a walk.
 """
@@ -168,8 +168,9 @@ class RadixTree:
         for node in reversed(path):  # so that the deepest entry for an index is written last
             index = nodes.start[node] // size
             pages = self.page_ids(node)
-            skip = max(0, first_index - index)
-            table[index + skip : index + len(pages)] = pages[skip:]
+            begin, stop = max(first_index, index), min(index + len(pages), len(table))
+            if begin < stop:
+                table[begin:stop] = pages[begin - index : stop - index]
 
     # ------------------------------------------------------------ growing
 
@@ -363,7 +364,7 @@ class RadixTree:
         return self.num_pages - self.num_locked - self.num_leased_only
 
     def evict(self, num_pages: int) -> int:
-        """Free pages from the tails of unprotected leaves, in the policy's order: exactly `num_pages`, or all there are.
+        """Free pages from the tails of unprotected leaves, in the policy's order: `num_pages` exactly, or all there are.
 
         Returns  pages freed
         Cost     amortised constant for each page
