@@ -22,7 +22,8 @@
 #endif
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms inside GCC 12's own AVX-512 intrinsics
+#pragma GCC diagnostic ignored "-Wuninitialized"  // false alarms inside GCC 12's own AVX-512 intrinsics
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 #define ANB_INLINE static inline __attribute__((always_inline))
