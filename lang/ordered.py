@@ -7,6 +7,7 @@ calls on one branch, a fork's children after the fork, a join after what was ask
 """
 
 import contextlib
+import copy
 import itertools
 import queue
 import threading
@@ -329,6 +330,7 @@ class Machine:
                     if not getattr(self, "op_" + op.kind)(core, op):
                         return
                 except Exception as error:
+                    _refuse_future(op.future, error)
                     self.fail(core, error)
                     continue
             if core.queue and core.queue[0] is op:
@@ -336,7 +338,7 @@ class Machine:
 
     def fail(self, core: Core, error: Exception) -> None:
         """The branch has failed with this first cause, and everything that waits on it fails with the same."""
-        core.failed = core.failed or error
+        core.failed = core.failed or _twin(error)
         for op in core.queue:
             self.stop(op)
         self.advance(core)
@@ -346,9 +348,7 @@ class Machine:
 
     def _refuse(self, core: Core, op: Op) -> None:
         assert core.failed is not None
-        if op.future is not None and not op.future.done():
-            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-                op.future.set_exception(core.failed)
+        _refuse_future(op.future, _twin(core.failed))
         for child in op.args.get("children", ()):
             self.fail(child, core.failed)
         if op.kind == "reach":
@@ -417,3 +417,19 @@ class Machine:
     def op_lease(self, core: Core, op: Op) -> bool:
         core.leased = op.args["seconds"]
         return True
+
+
+def _refuse_future(future: "Future[Any] | None", error: Exception) -> None:
+    if future is not None and not future.done():
+        with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+            future.set_exception(error)
+
+
+def _twin(error: Exception) -> Exception:
+    """A copy without a traceback. What is raised in a program holds its frames, and those hold its states; so a branch
+    remembers, and gives to each further future, a copy of its own.
+    """
+    try:
+        return copy.copy(error)
+    except Exception:  # an exception class that cannot be copied
+        return error

@@ -16,7 +16,8 @@ GRACE = 0.5
 
 
 class Pending:
-    """One variable's value, or its failure. Readable any number of times, from threads and coroutines.
+    """One variable's value, or its failure. Readable any number of times, from threads and coroutines; giving up the wait
+    leaves the operation alone.
 
     `finish` makes the value from the futures' results and runs once, in the first reader. `keep` is what must stay
     alive while the futures are not done: the branch that works for them.
@@ -65,7 +66,7 @@ class Pending:
         return self._read()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """As `result()`. Cancelling the task only stops the wait; see `Owned` for what also ends the operation."""
+        """As `result()`."""
         if self._cache is None:
             limit, own = self._limit(None)
             for future in self.futures:
@@ -102,16 +103,30 @@ class Pending:
         raise value
 
 
-class Owned(Pending):
-    """What `s.gen(...)` returns: cancelling a task that awaits it ends the generation in the runtime too."""
+class Owned:
+    """What `s.gen(...)` returns: a Pending to whoever asked for it. Cancelling a task that awaits it also ends the
+    generation in the runtime; cancelling one that awaits the variable does not.
+    """
 
-    __slots__ = ()
+    __slots__ = ("pending",)
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+
+    def done(self) -> bool:
+        return self.pending.done()
+
+    def cancel(self) -> None:
+        self.pending.cancel()
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self.pending.result(timeout)
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:
-            return (yield from super().__await__())
+            return (yield from self.pending.__await__())
         except asyncio.CancelledError:
-            self.cancel()
+            self.pending.cancel()
             raise
 
 

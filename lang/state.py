@@ -91,22 +91,22 @@ class State:
         self._execute(ir.as_expr(expr))
         return self
 
-    def gen(self, name: str | None = None, *args: Any, **kwargs: Any) -> Pending:
+    def gen(self, name: str | None = None, *args: Any, **kwargs: Any) -> Owned:
         """`s += gen(...)`, returning the value on its way: `await` it, or call `.result()`."""
         from anabranch.lang.primitives import gen
 
         return self._last_value(gen(name, *args, **kwargs))
 
-    def select(self, name: str | None = None, *args: Any, **kwargs: Any) -> Pending:
+    def select(self, name: str | None = None, *args: Any, **kwargs: Any) -> Owned:
         """`s += select(...)`, returning the choice on its way."""
         from anabranch.lang.primitives import select
 
         return self._last_value(select(name, *args, **kwargs))
 
-    def _last_value(self, expr: ir.Expr) -> Pending:
+    def _last_value(self, expr: ir.Expr) -> Owned:
         value = self._execute(expr)
         assert value is not None
-        return value
+        return Owned(value)
 
     def _execute(self, expr: ir.Expr, *, streaming: bool = False) -> Pending | None:
         """Send every operation of `expr`, in order. Returns the value of the last gen or select."""
@@ -186,7 +186,7 @@ class State:
             futures[0].add_done_callback(stream.end)
         self._append("gen", name=gen.name, future=futures[0], read=meta.text_of_generation, stream=stream)
         finish = _value_reader(gen, many=width > 1)
-        value = Owned(futures, finish, what=what, deadline=deadline, keep=self._keep())
+        value = Pending(futures, finish, what=what, deadline=deadline, keep=self._keep())
         self._bind(gen.name, value)
         return value
 
@@ -204,7 +204,7 @@ class State:
             return select.choices[scores.best]
 
         self._append("select", name=select.name, future=future, read=read)
-        value = Owned([future], lambda results: read(results[0]), what=what, deadline=deadline, keep=self._keep())
+        value = Pending([future], lambda results: read(results[0]), what=what, deadline=deadline, keep=self._keep())
         self._bind(select.name, value)
         return value
 
@@ -226,7 +226,7 @@ class State:
         self._program.check_may_block(what)
         decision = meta.decide(select, measured.result(), bare)
         self._execute(ir.Text(decision.decision))
-        value = Owned([future], lambda _: decision.decision, what=what)
+        value = Pending([future], lambda _: decision.decision, what=what)
         self._bind(select.name, value)
         return value
 

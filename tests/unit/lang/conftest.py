@@ -28,5 +28,7 @@ def use(backend: ScriptedBackend) -> Iterator[ScriptedBackend]:
 def no_program_thread_is_left() -> Iterator[None]:
     yield
     gc.collect()
-    left = [t.name for t in threading.enumerate() if t.name.startswith("anabranch-") and t.name != "anabranch-branches"]
-    assert not left, f"threads left behind: {left}"
+    for thread in threading.enumerate():
+        if thread.name.startswith("anabranch-") and thread.name != "anabranch-branches":
+            thread.join(5)
+            assert not thread.is_alive(), f"thread left behind: {thread.name}"
