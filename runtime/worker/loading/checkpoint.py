@@ -139,7 +139,8 @@ def _open_directory(path: Path) -> Checkpoint:
     if gguf is not None:
         return from_gguf(read_gguf(gguf))
     names = sorted(entry.name for entry in path.iterdir())
-    return Checkpoint(path, read_config(path), _read_safetensors_of(path, names))
+    tensors = _read_safetensors_of(path, names)
+    return Checkpoint(path, read_config(path), tensors)
 
 
 def read_config(directory: Path) -> ModelConfig:

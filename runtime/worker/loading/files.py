@@ -94,12 +94,12 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a file of at most `limit` bytes."""
     try:
         with _open(path) as file:
-            data = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                refuse(path, f"has {size} bytes; the limit for this file is {limit}")
+            return file.read(size)
     except OSError as fault:
         refuse(path, f"cannot be read: {fault.strerror or fault}")
-    if len(data) > limit:
-        refuse(path, f"has more than {limit} bytes, the limit for this file")
-    return data
 
 
 def parse_json(path: Path, data: bytes) -> Any:
