@@ -146,7 +146,6 @@ class FakeModel:
 class _Slot:
     start: SlotStart
     pages: list[int] = field(default_factory=list)
-    kv_len: int = 0  # slots that its rows may read
     generated: list[int] = field(default_factory=list)
     refusals: int = 0
 
@@ -308,20 +307,15 @@ class _Step:
                 self.w._identity[place] = prefixes[-1]
                 self.w._tokens[place] = token
             self.prefixes.append(prefixes)
-            if self.num_new[row]:
-                tree = self.trees.get(row)
-                length = self.first_pos[row] + self.num_new[row] - (len(as_ints(tree.parents)) if tree else 0)
-                self.w.slots[slot].kv_len = length
             self.w.num_computed += self.num_new[row]
 
     def _readable(self) -> dict[tuple[int, int], set[int]]:
-        """(page, offset) -> slots that may read it in this step or a later one."""
+        """(page, offset) -> slots whose rows read it in this step. (What a later step reads, it checks itself.)"""
         size, found = self.w.page_size, dict[tuple[int, int], set[int]]()
-        row_of = {slot: row for row, slot in enumerate(self.slots)}
-        for slot, state in self.w.slots.items():
-            length = min(state.kv_len, self.first_pos[row_of[slot]]) if slot in row_of else state.kv_len
-            for position in range(length):
-                found.setdefault((state.pages[position // size], position % size), set()).add(slot)
+        for row, slot in enumerate(self.slots):
+            pages = self.w.slots[slot].pages
+            for position in range(self.first_pos[row] if self.num_new[row] else 0):
+                found.setdefault((pages[position // size], position % size), set()).add(slot)
         return found
 
     def _parents(self, row: int) -> Callable[[int, list[int]], int]:

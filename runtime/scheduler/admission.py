@@ -134,6 +134,9 @@ class Admission:
         need, free = s.pages_for(upto) - s.manager.lookup(kv) // s.page_size + growth, s.free_pages()
         if not is_alone and need > free:
             return NeedsPages(need, free)
+        if is_alone and request.must_start_over:
+            self._empty_pool()
+            request.must_start_over = False
         known = len(kv)
         cached = self.lifecycle.attach(request)
         kv = request.branch.known()
@@ -196,12 +199,18 @@ class Admission:
         s, kv = self.s, request.branch.known()
         s.manager.detach(kv)
         s.copies.clear()
-        s.manager.settle()
-        s.manager.flush()
+        self._empty_pool()
         cached = self.lifecycle.attach(request)
         is_seated = self.lifecycle.reserve(request, upto)
         assert is_seated, f"{upto} tokens do not fit into an empty pool: {s.manager.stats()}"
         return cached
+
+    def _empty_pool(self) -> None:
+        manager = self.s.manager
+        manager.settle()
+        while len(manager.leases):
+            manager.leases.demote_oldest()
+        manager.flush()
 
     # ------------------------------------------------------------ head-room
 

@@ -86,7 +86,7 @@ class Planner:
         victim = choose_victim(s.slots.used.values(), request, s.policy.max_preemptions)
         if victim is None:
             if not s.slots.in_flight[slot]:
-                self._end_alone(request)
+                self._go_on_alone(request, upto)
             return False
         self.lifecycle.preempt(victim, by=request)
         if victim is request:
@@ -96,12 +96,20 @@ class Planner:
             return False
         return True
 
-    def _end_alone(self, request: Request) -> None:
-        """Nobody else runs, nothing can be evicted, and still there is no page: the pool is this request's limit."""
-        if request.score is None:
-            self.s.counters["outgrew_pool"] += 1
+    def _go_on_alone(self, request: Request, upto: int) -> None:
+        """Nobody else runs, nothing can be evicted, and still there is no page.
+
+        Either the pool is full of the request, which ends it. Or its cached path takes more pages than it has tokens for, as
+        each copied page on it counts twice: then it starts over in an empty pool, once.
+        """
+        s = self.s
+        if s.pages_for(upto) > s.manager.pool.num_pages:
+            s.counters["outgrew_pool"] += 1
             request.wait_reason = "NeedsPages"
             self.lifecycle.finish(request, "length")
+        else:
+            request.must_start_over = True
+            self.lifecycle.preempt(request, by=request)
 
     # ------------------------------------------------------------ filling
 

@@ -69,6 +69,7 @@ class Request:
     twins: list[Request] = field(default_factory=list)  # have the very same prompt, and wait for its logits
     cut_len: int | None = None  # length to go back to when it leaves its slot
     is_cut_superseded: bool = False
+    must_start_over: bool = False  # when it is alone again: without any cached page
 
     cached_tokens: int = 0
     computed_tokens: int = 0

@@ -165,7 +165,7 @@ class Results:
         self._append_run(request, run[:num_kept], entry)
         if num_kept < min(len(run), room):
             self._end_at(request, run[num_kept])
-        elif is_done:
+        elif is_done and num_kept == len(run):
             self.lifecycle.finish(request, "stop")
         elif slots.known[slot] >= slots.limit[slot]:
             self.lifecycle.finish(request, "length")

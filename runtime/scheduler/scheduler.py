@@ -3,8 +3,8 @@
 `step(now, inbox) -> Decision` reads no clock, opens no socket, touches no tensor and draws no number. The same calls give
 the same decisions, in production, in tests with a fake worker, and when a recorded inbox is run again.
 
-What happens in a step, in order: messages and results are taken; deadlines and leases that have passed end; a plan is made, if fewer
-than `pipeline_depth` are in flight.
+What happens in a step, in order: leases end; messages and results are taken; requests past their deadline end; a plan is
+made, if fewer than `pipeline_depth` are in flight.
 
 Rules that users can rely on
 - A request ends exactly once, with `Finished` or `Refused`. Afterwards its branch takes the next operation.
@@ -62,9 +62,10 @@ class Scheduler:
         s = self.state
         s.now = now
         s.outbox, s.denied = [], []
+        self._end_leases()
         for message in inbox:
             self._take(message)
-        self._end_what_is_over()
+        self._end_what_is_late()
         plan, many_denied = None, ()
         if len(s.flights) < s.policy.pipeline_depth:
             plan, many_denied = self._planner.plan()
@@ -111,11 +112,13 @@ class Scheduler:
             if request is not None:
                 self._lifecycle.fail(request, internal(fault, "handling a message"))
 
-    def _end_what_is_over(self) -> None:
-        """Deadlines and leases up to now."""
+    def _end_what_is_late(self) -> None:
         s = self.state
         while s.deadlines and s.deadlines[0][0] <= s.now:
             self._intake.expire(heappop(s.deadlines)[1])
+
+    def _end_leases(self) -> None:
+        s = self.state
         if s.lease_ends and s.lease_ends[0] <= s.now:
             while s.lease_ends and s.lease_ends[0] <= s.now:
                 heappop(s.lease_ends)

@@ -102,8 +102,12 @@ class SchedulerState:
         return program
 
     def push_deadline(self, deadline: float | None, request_id: int) -> None:
-        if deadline is not None:
-            heappush(self.deadlines, (deadline, request_id))
+        if deadline is None:
+            return
+        heappush(self.deadlines, (deadline, request_id))
+        live = len(self.requests) + len(self.queued)
+        if len(self.deadlines) > 64 + 4 * live:  # most belong to requests that have ended
+            self.deadlines = sorted(d for d in self.deadlines if d[1] in self.requests or d[1] in self.queued)
 
     def lease(self, record: BranchRecord, until: float) -> bool:
         """Keep an idle branch's cached prefix; False if the lease budget is too small for it."""
