@@ -36,7 +36,7 @@ def add_observer(observer: Observer) -> None:
 
 def remove_observer(observer: Observer) -> None:
     global _observers
-    _observers = tuple(o for o in _observers if o is not observer)
+    _observers = tuple(o for o in _observers if o != observer)
 
 
 def emit(event: Event) -> None:

@@ -16,8 +16,8 @@ GRACE = 0.5
 
 
 class Pending:
-    """One variable's value, or its failure. Readable any number of times, from threads and coroutines; giving up the wait
-    leaves the operation alone.
+    """One variable's value, or its failure. Readable any number of times, from threads and coroutines; giving up the
+    wait leaves the operation alone.
 
     `finish` makes the value from the futures' results and runs once, in the first reader. `keep` is what must stay
     alive while the futures are not done: the branch that works for them.

@@ -170,6 +170,8 @@ def _build_object(kind: Any, data: Any) -> Any:
     hints = get_type_hints(kind)
     unknown = set(data) - set(hints)
     _expect(not unknown, sorted(unknown), f"fields of {kind.__name__}", None)
+    missing = set(getattr(kind, "__required_keys__", ())) - set(data)
+    _expect(not missing, sorted(data), f"fields {sorted(missing)} too", None)
     values = {name: build(hints[name], value) for name, value in data.items()}
     try:
         return kind(**values)
@@ -204,9 +206,10 @@ def _text_of(value: Any) -> str:
 
 
 def _one_of(data: Any, values: Mapping[Any, Any]) -> Any:
-    if data not in values:
-        raise ValueError(f"{data!r} is none of {list(values)}")
-    return values[data]
+    for key, value in values.items():
+        if type(key) is type(data) and key == data:  # True is not 1 here
+            return value
+    raise ValueError(f"{data!r} is none of {list(values)}")
 
 
 def _expect(fits: bool, data: Any, wanted: str, value: Any) -> Any:

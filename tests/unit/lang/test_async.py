@@ -139,7 +139,13 @@ def test_a_read_that_would_block_the_loop_is_refused_and_says_how(backend: Scrip
     @ab.function
     async def program(s: Any) -> Any:
         s += ab.gen("x")
-        for read in (lambda: s["x"], lambda: s.text(), lambda: s.sync(), lambda: s.logprob("x"), lambda: s.get_meta_info("x")):
+        for read in (
+            lambda: s["x"],
+            lambda: s.text(),
+            lambda: s.sync(),
+            lambda: s.logprob("x"),
+            lambda: s.get_meta_info("x"),
+        ):
             with pytest.raises(ab.WouldBlock, match=r"await s\.value\(name\)"):
                 read()
         gate.open()
@@ -207,7 +213,10 @@ def test_streaming_with_metadata_ends_with_the_whole_of_it(backend: ScriptedBack
         return [pair async for pair in state.text_async_iter("x", return_meta_data=True)], state
 
     pairs, state = asyncio.run(main())
-    assert "".join(text for text, _ in pairs) == state["x"] and pairs[-1][1]["finish_reason"]["type"] in ("stop", "length")
+    assert "".join(text for text, _ in pairs) == state["x"] and pairs[-1][1]["finish_reason"]["type"] in (
+        "stop",
+        "length",
+    )
 
 
 def test_an_async_function_called_on_a_state_runs_inline_and_otherwise_as_a_program(backend: ScriptedBackend) -> None:
@@ -224,7 +233,11 @@ def test_an_async_function_called_on_a_state_runs_inline_and_otherwise_as_a_prog
         return said, other.text()
 
     state = outer.run(seed=1)
-    assert state.ret_value[0] == "INLINE " and state.text().startswith("inline ") and state.ret_value[1].startswith("apart ")
+    assert (
+        state.ret_value[0] == "INLINE "
+        and state.text().startswith("inline ")
+        and state.ret_value[1].startswith("apart ")
+    )
 
 
 def test_a_sync_program_can_be_awaited_while_the_loop_goes_on() -> None:
