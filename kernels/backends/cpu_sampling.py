@@ -119,7 +119,8 @@ def _edits(batch: SamplingBatch, rows: int, vocab: int) -> list[NDArray[Any]]:
         if (np.diff(edit_rows) < 0).any():
             raise LayoutError(f"{kind}_rows must ascend")
         ids = _column(getattr(batch, f"{kind}_ids"), np.int32, len(edit_rows), f"{kind}_ids")
-        columns += [edit_rows, _indices(ids, vocab, f"{kind} id"), _column(getattr(batch, f"{kind}_{values}"), dtype, len(ids), f"{kind}_{values}")]
+        edits = _column(getattr(batch, f"{kind}_{values}"), dtype, len(edit_rows), f"{kind}_{values}")
+        columns += [edit_rows, _indices(ids, vocab, f"{kind} id"), edits]
     return columns
 
 
