@@ -60,7 +60,7 @@ def test_no_temperature_overflows(temperature: float, largest: float, isa: int) 
     logits = logits_of(np.random.default_rng(1), 8, 600)
     logits *= np.float32(largest) / np.abs(logits).max()
     sampled = sample(logits, batch_of(8, temperature=temperature, num_top_logprobs=4))
-    assert ((0 <= sampled.token_ids) & (sampled.token_ids < 600)).all() and np.isfinite(sampled.logprobs).all()
+    assert ((sampled.token_ids >= 0) & (sampled.token_ids < 600)).all() and np.isfinite(sampled.logprobs).all()
     if temperature <= 1e-4 and largest == 1e4:
         assert (sampled.token_ids == logits.argmax(axis=1)).all()
 
@@ -160,7 +160,8 @@ def chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) ->
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "min_p"), [(1.0, 0, 1.0, 0.0), (0.7, 12, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (2.0, 30, 0.9, 0.05)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0.0), (0.7, 12, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (2.0, 30, 0.9, 0.05)],
 )
 def test_draws_follow_the_exact_probabilities(temperature: float, top_k: int, top_p: float, min_p: float, isa: int) -> None:
     rng = np.random.default_rng(7)
@@ -189,7 +190,8 @@ def test_the_draw_inverts_the_cdf_with_the_uniform_of_seed_path_and_position(isa
 
 def test_top_p_keeps_the_shortest_run_that_reaches_it_ties_to_lower_ids(isa: int) -> None:
     logits = np.log(np.array([[1, 4, 2, 4, 4, 1]], np.float32)).repeat(400, axis=0)
-    for top_p, kept in ((0.0, {1}), (0.25, {1}), (0.26, {1, 3}), (0.5, {1, 3}), (0.51, {1, 3, 4}), (0.8, {1, 2, 3, 4}), (0.9375, {0, 1, 2, 3, 4})):
+    runs = ((0.0, {1}), (0.25, {1}), (0.26, {1, 3}), (0.5, {1, 3}), (0.51, {1, 3, 4}), (0.8, {1, 2, 3, 4}), (0.9375, {0, 1, 2, 3, 4}))
+    for top_p, kept in runs:
         just_below = np.nextafter(np.float32(top_p), np.float32(0))  # logarithms round
         batch = batch_of(400, rng=np.random.default_rng(1), top_p=just_below)
         assert set(sample(logits, batch).token_ids.tolist()) == kept, top_p
