@@ -165,6 +165,7 @@ class Lifecycle:
     def seat_twin(self, request: Request) -> None:
         """It has its first token, and the other one has published the prompt: go on from there."""
         s, slot = self.s, request.slot
+        s.slots.committed[slot] = s.slots.planned[slot] = 0  # what it counts on is what it finds
         self.sync(slot)
         cached = self.attach(request)
         if self.reserve(request, len(request.branch.known())):

@@ -21,7 +21,9 @@ SHAPES = [  # pages, page size, pipeline depth, tokens per step
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_get_the_answers_of_an_uncached_run(seed: int) -> None:
     num_pages, page_size, depth, budget = SHAPES[seed % len(SHAPES)]
-    client = Client(seed, num_pages=num_pages, page_size=page_size, depth=depth, budget=budget)
+    client = Client(
+        seed, num_pages=num_pages, page_size=page_size, depth=depth, budget=budget, is_optimistic=seed % 2 == 1
+    )
     for round_of in range(3):
         for _ in range(120):
             for _ in range(client.random.choice([0, 1, 1, 3])):

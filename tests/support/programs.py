@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from anabranch.radix.invariants import check
 from anabranch.runtime.config import SchedulerConfig
 from anabranch.runtime.messages import (
@@ -34,6 +36,7 @@ from anabranch.runtime.messages import (
     ToScheduler,
     ints,
 )
+from anabranch.runtime.scheduler.headroom import Headroom
 from anabranch.runtime.scheduler.paths import child_path, retry_path
 from anabranch.runtime.scheduler.policy import Policy
 from anabranch.runtime.scheduler.scheduler import Scheduler
@@ -76,12 +79,20 @@ class Ask:
     has_begun: bool = False  # as far as the mirror knows: its turn on the branch has come
 
 
+class Optimistic(Headroom):
+    """Expects every output to end at once: admission lets everybody in, and many are preempted."""
+
+    def expect(self, generated: np.ndarray, limit: np.ndarray) -> np.ndarray:
+        return np.zeros(len(generated), np.int64)
+
+
 class Client:
     """Sends, receives and checks. One `tick` of the engine at a time."""
 
     def __init__(
         self, seed: int, *, num_pages: int, page_size: int, depth: int, budget: int, max_slots: int = 6,
         vocab_size: int = 5, context_length: int = 96, policy: Policy | None = None, check_each: bool = True,
+        is_optimistic: bool = False,
     ) -> None:  # fmt: skip
         self.random = random.Random(seed)
         self.worker = FakeWorker(
@@ -97,6 +108,8 @@ class Client:
         self.num_ids = 0
         self.ended: dict[str, int] = {}
         self.check_each = check_each
+        if is_optimistic:
+            self.scheduler.state.headroom = Optimistic()
 
     def new_id(self) -> int:
         self.num_ids += 1
@@ -118,6 +131,7 @@ class Client:
                 (3 if len(self.mirrors) < 20 else 0, lambda: self.fork(mirror)),
                 (2, lambda: self.rollback(mirror)),
                 (1, lambda: self.lease(mirror)),
+                (2 if len(self.mirrors) < 18 else 0, lambda: self.burst(mirror)),
                 (2, lambda: self.close([mirror])),
             ]
             kin = [m for m in idle if m is not mirror]
@@ -212,6 +226,11 @@ class Client:
 
         self._then(mirror, make)
         return children
+
+    def burst(self, mirror: Mirror) -> None:
+        """Siblings that go on from one and the same prompt, as in a search."""
+        for child in self.fork(mirror, self.random.randint(2, 4)):
+            self.submit(child, tokens=[], max_tokens=self.random.choice([1, 6, 15]))
 
     def rollback(self, mirror: Mirror) -> None:
         length = self.random.randint(0, len(mirror.tokens))

@@ -1,0 +1,158 @@
+"""Rows that fill KV: prompts in chunks, tokens that a grammar forced, resumed requests, and score trees.
+
+First every row's share and pages are settled, which may cost a younger request its place. Only then are rows made of those that
+are still there.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from anabranch.runtime.errors import internal
+from anabranch.runtime.scheduler.decisions import TokenBudget
+from anabranch.runtime.scheduler.lifecycle import Lifecycle
+from anabranch.runtime.scheduler.plans import Row
+from anabranch.runtime.scheduler.requests import Request, State
+from anabranch.runtime.scheduler.room import Room
+from anabranch.runtime.scheduler.state import SchedulerState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions [first, stop) of a request, and its present score tree if `has_tree`."""
+
+    request: Request
+    first: int
+    stop: int
+    has_tree: bool
+
+
+class Filling:
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle, room: Room) -> None:
+        self.s = state
+        self.lifecycle = lifecycle
+        self.room = room
+
+    def chunks(self, left: int) -> list[Chunk]:
+        """What each filling request computes of the step's `left` tokens, with pages to write it.
+
+        Tokens that a grammar forced go first; then the oldest request may have half, so that it always gets on; the rest
+        goes to those that are done soonest; what is over, to the oldest again.
+        """
+        columns = self.s.slots
+        filling = [r for slot, r in columns.used.items() if columns.filling[slot] and r.state is State.RUNNING]
+        filling = sorted((r for r in filling if self._missing(r) > 0), key=Request.rank)
+        if not filling:
+            return []
+        shares = self._share_out(filling, left)
+        chunks = [self._chunk(r, shares[r.request_id], is_eldest=r is filling[0]) for r in filling]
+        return [chunk for chunk in chunks if chunk is not None and self._has_room(chunk)]
+
+    def rows(self, chunks: list[Chunk]) -> list[Row]:
+        """The rows of those chunks whose requests have not been preempted meanwhile, and of their twins."""
+        rows: list[Row] = []
+        for chunk in chunks:
+            request = chunk.request
+            if request.state is not State.RUNNING:
+                continue
+            try:
+                row = self._tree_row(chunk) if chunk.has_tree else self._line_row(chunk)
+                request.count_computed(chunk.first, chunk.stop)
+                rows.append(row)
+                if chunk.stop == request.fill_len and not chunk.has_tree:
+                    rows += self._twin_rows(request)
+            except Exception as fault:
+                if self.s.policy.raise_errors:
+                    raise
+                log.exception("planning a row of request %d failed", request.request_id)
+                self.s.counters["internal_errors"] += 1
+                self.lifecycle.fail(request, internal(fault, "planning the request"))
+                rows = [row for row in rows if row.slot in self.s.slots.used and self.s.slots.live[row.slot]]
+        return rows
+
+    # ------------------------------------------------------------ shares
+
+    def _missing(self, request: Request) -> int:
+        """Tokens that the request's rows still have to compute, those of its present score tree included."""
+        columns, slot = self.s.slots, request.slot
+        missing = int(columns.known[slot] - columns.planned[slot])
+        return missing + request.score.trie.num_nodes if request.score is not None and missing > 0 else missing
+
+    def _share_out(self, filling: list[Request], left: int) -> dict[int, int]:
+        eldest, *others = filling
+        wanted = {r.request_id: self._missing(r) for r in filling}
+        for_others = sum(wanted.values()) - wanted[eldest.request_id]
+        first_share = min(wanted[eldest.request_id], max(left - for_others, -(-left // 2)))
+        left -= first_share
+        shares = {}
+        for request in sorted(others, key=lambda r: (not r.is_forced, wanted[r.request_id], r.rank())):
+            shares[request.request_id] = min(wanted[request.request_id], left)
+            left -= shares[request.request_id]
+        shares[eldest.request_id] = min(wanted[eldest.request_id], first_share + left)
+        return shares
+
+    def _chunk(self, request: Request, share: int, *, is_eldest: bool) -> Chunk | None:
+        columns, slot, size = self.s.slots, request.slot, self.s.page_size
+        first, known = int(columns.planned[slot]), int(columns.known[slot])
+        stop, has_tree = min(first + share, known), False
+        if request.score is not None:
+            # A tree is never cut: the eldest may exceed its share for one that is larger than that.
+            has_tree = known - first + request.score.trie.num_nodes <= share or (is_eldest and first == known - 1)
+            stop = known if has_tree else min(stop, known - 1)
+        if stop < known and stop // size * size > first:
+            stop = stop // size * size  # whole pages, unless it is the last chunk
+        if stop <= first:
+            self.s.deny(request, TokenBudget(self.s.config.tokens_per_step))
+            return None
+        return Chunk(request, first, stop, has_tree)
+
+    def _has_room(self, chunk: Chunk) -> bool:
+        request = chunk.request
+        if request.state is not State.RUNNING:
+            return False  # preempted for the sake of another chunk
+        scratch = request.score.trie.num_nodes if request.score is not None and chunk.has_tree else 0
+        return self.room.make(request, chunk.stop + scratch)
+
+    # ------------------------------------------------------------ rows
+
+    def _line_row(self, chunk: Chunk) -> Row:
+        columns, request, first, stop = self.s.slots, chunk.request, chunk.first, chunk.stop
+        kv = request.branch.known()
+        is_last = stop == int(columns.known[request.slot])
+        row = Row(request.slot, first, kv.tokens(first, stop), stop, samples=is_last and request.wants_tokens)
+        wanted = request.prompt_logprobs
+        if wanted is not None and first < request.prompt_len and wanted.next <= min(stop, request.prompt_len - 1):
+            row.logprobs_from = first + 1
+            row.next_id = int(kv.tokens(stop, stop + 1)[0]) if stop < request.prompt_len else -1
+        if is_last:
+            columns.filling[request.slot] = not request.wants_tokens
+            request.is_forced = False
+        return row
+
+    def _tree_row(self, chunk: Chunk) -> Row:
+        """What is left of the prompt, and the tree. The last token's KV counts as written with the last tree only."""
+        request, score = chunk.request, chunk.request.score
+        assert score is not None
+        tokens = np.concatenate([request.branch.known().tokens(chunk.first), np.array(score.trie.token_ids, np.int32)])
+        return Row(request.slot, chunk.first, tokens, chunk.stop if score.is_last else chunk.stop - 1, trie=score.trie)
+
+    def _twin_rows(self, host: Request) -> list[Row]:
+        """Requests with the very same prompt sample their first token from the same logits."""
+        s, rows = self.s, []
+        length = host.fill_len
+        for twin in host.twins:
+            if twin.state is not State.WAITING or twin not in s.line or not s.slots.num_free:
+                continue
+            s.line.remove(twin)
+            if twin.scheduled_at is None:
+                twin.scheduled_at = s.now
+            self.lifecycle.take_twin_slot(twin)
+            s.counters["shared_logits"] += 1
+            rows.append(Row(twin.slot, length, np.empty(0, np.int32), length, samples=True, host=host.slot))
+        host.twins.clear()
+        return rows
