@@ -16,7 +16,7 @@ class Results:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self.slots = self.counts = self.token_ids = self.grammar_done = np.empty(0, np.int32)
+        self._samples: list[tuple[Ints, Ints, Ints, Ints]] = []
         self.logprobs: list[SlotLogprobs] = []
         self.prompt_logprobs: list[SlotLogprobs] = []
         self.score_logprobs: list[bytes] = []
@@ -26,13 +26,19 @@ class Results:
     def fail(self, slot: int, error: Error) -> RowError:
         return self.errors.setdefault(slot, RowError(slot, error))
 
+    def add(self, slots: Ints, counts: Ints, token_ids: Ints, grammar_done: Ints) -> None:
+        self._samples.append((slots, counts, token_ids, grammar_done))
+
     def message(self, forward_us: float) -> StepResult:
+        slots, counts, token_ids, grammar_done = (
+            b"".join(map(ints, column)) for column in zip(*self._samples, strict=True)
+        ) if self._samples else (b"", b"", b"", b"")
         return StepResult(
             step_id=self.step_id,
-            slots=ints(self.slots),
-            counts=ints(self.counts),
-            token_ids=ints(self.token_ids),
-            grammar_done=ints(self.grammar_done),
+            slots=slots,
+            counts=counts,
+            token_ids=token_ids,
+            grammar_done=grammar_done,
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs),
             score_logprobs=tuple(self.score_logprobs),

@@ -40,6 +40,17 @@ class Draws:
         return Draws(self.slots[chosen], self.logit_rows[chosen], self.positions[chosen])
 
 
+def rounds(draws: Draws) -> list[Draws]:
+    """Parts in which each row of logits is drawn from once: siblings may share the logits of their prompt."""
+    if len(draws) < 2 or (np.diff(draws.logit_rows) > 0).all():
+        return [draws] if len(draws) else []
+    order = np.argsort(draws.logit_rows, kind="stable")
+    rows = draws.logit_rows[order]
+    round_of = np.empty(len(rows), np.int64)
+    round_of[order] = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    return [draws.where(round_of == i) for i in range(int(round_of.max()) + 1)]
+
+
 @dataclass(slots=True)
 class Drawn:
     """What came of them. `counts[i]` tokens of slots[i]; `logit_rows[i]` is -1 where nothing was drawn from the model.

@@ -30,7 +30,7 @@ from anabranch.runtime.worker.plans import (
     wanted_logits,
 )
 from anabranch.runtime.worker.results import Results, known_logprobs, sampled_logprobs
-from anabranch.runtime.worker.sampling import NOT_FINITE, Drawn, Draws, draw_tokens
+from anabranch.runtime.worker.sampling import NOT_FINITE, Drawn, Draws, draw_tokens, rounds
 from anabranch.runtime.worker.slots import Slots
 
 Ints = NDArray[np.int32]
@@ -93,6 +93,7 @@ class Worker:
             load_report=self._report,
             num_layers=spec.num_layers,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            shares_logits=True,
         )
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class Worker:
             self._score(plan, rows, batch, logits, results)
         if rows.prompt_logprobs.any():
             self._prompt_logprobs(rows, batch, logits, results)
-        if rows.sample.any():
+        if len(rows.samples.slots):
             self._sample(rows, batch, logits, results)
         return results.message(forward_us)
 
@@ -154,7 +155,7 @@ class Worker:
 
     def _step_batch(self, plan: StepPlan, rows: Rows) -> StepBatch:
         self._slots.extend_pages(
-            rows.slots, as_ints(plan.page_keep), as_ints(plan.page_counts), as_ints(plan.page_ids)
+            as_ints(plan.slots), as_ints(plan.page_keep), as_ints(plan.page_counts), as_ints(plan.page_ids)
         )
         page_size = self._kv.spec.page_size
         kv_lens = rows.first_pos + rows.num_new
@@ -167,8 +168,10 @@ class Worker:
             page_indptr=indptr(num_pages),
             page_ids=self._slots.page_tables(rows.slots, num_pages),
             logit_rows=wanted_logits(rows, plan.trees),
-            trees=tuple(TreeMask(tree.row, as_ints(tree.parents)) for tree in plan.trees),
-            groups=tuple(SharedPrefix(g.first_row, g.last_row, g.num_tokens) for g in plan.groups),
+            trees=tuple(TreeMask(rows.index(tree.row), as_ints(tree.parents)) for tree in plan.trees),
+            groups=tuple(
+                SharedPrefix(rows.index(g.first_row), rows.index(g.last_row), g.num_tokens) for g in plan.groups
+            ),
         )
 
     def _token_ids(self, plan: StepPlan, rows: Rows) -> Ints:
@@ -188,26 +191,21 @@ class Worker:
     # ------------------------------------------------------------ after the forward
 
     def _sample(self, rows: Rows, batch: StepBatch, logits: Logits, results: Results) -> None:
-        num_rows = len(batch.logit_rows)
-        slots = rows.slots[rows.sample]
-        places = np.arange(num_rows, dtype=np.int32)
-        if num_rows != len(slots):
-            places = np.searchsorted(batch.logit_rows, rows.last_tokens[rows.sample]).astype(np.int32)
-        draws = Draws(slots, places, batch.kv_lens[rows.sample])
+        samples = rows.samples
+        places = np.searchsorted(batch.logit_rows, samples.tokens).astype(np.int32)
+        draws = Draws(samples.slots, places, samples.positions)
         if self._slots.failures:
-            draws = draws.where(~np.isin(slots, list(self._slots.failures)))
-            self._repeat_failures(slots, results)
-        if not len(draws):
-            return
-        drawn = draw_tokens(
-            self._slots, self._backend, logits, draws,
-            num_rows=num_rows, vocab_size=self._vocab_size, vocab_limit=self._vocab_limit,
-        )  # fmt: skip
-        for slot, problem in drawn.failures.items():
-            self._fail(slot, problem, results)
-        results.slots, results.counts, results.token_ids = drawn.slots, drawn.counts, drawn.token_ids
-        results.grammar_done = self._slots.grammar_done(drawn.slots)
-        self._sampled_logprobs(drawn, results)
+            draws = draws.where(~np.isin(samples.slots, list(self._slots.failures)))
+            self._repeat_failures(samples.slots, results)
+        for part in rounds(draws):
+            drawn = draw_tokens(
+                self._slots, self._backend, logits, part,
+                num_rows=len(batch.logit_rows), vocab_size=self._vocab_size, vocab_limit=self._vocab_limit,
+            )  # fmt: skip
+            for slot, problem in drawn.failures.items():
+                self._fail(slot, problem, results)
+            results.add(drawn.slots, drawn.counts, drawn.token_ids, self._slots.grammar_done(drawn.slots))
+            self._sampled_logprobs(drawn, results)
 
     def _sampled_logprobs(self, drawn: Drawn, results: Results) -> None:
         asked = self._slots.num_top_logprobs[drawn.slots] >= 0
@@ -240,7 +238,7 @@ class Worker:
             places = np.searchsorted(batch.logit_rows, target_tokens(rows, tree)).astype(np.int32)
             logprobs, is_greedy = self._backend.logprobs_of(logits, places, as_ints(tree.target_token_ids))
             if not np.isfinite(logprobs).all():
-                self._fail(int(rows.slots[tree.row]), NOT_FINITE, results)
+                self._fail(int(rows.slots[rows.index(tree.row)]), NOT_FINITE, results)
             results.score_logprobs.append(np.asarray(logprobs, "<f4").tobytes())
             results.score_is_greedy.append(np.asarray(is_greedy, np.uint8).tobytes())
 
