@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anabranch.lang import backend as wire
-from anabranch.lang import events, ir, log, meta, reading
+from anabranch.lang import events, ir, log, meta, operations, reading
 from anabranch.lang.errors import ProgramError, StateClosed, TurnError, TypedValueError, UndefinedVariable
-from anabranch.lang.options import Options
 from anabranch.lang.pending import Owned, Pending, failure, outcome, wait, wait_async
 from anabranch.lang.program import Program
-from anabranch.lang.reasoning import split_reasoning
 from anabranch.lang.record import BranchRecord, Usage
-from anabranch.lang.stream import Stream
 
 if TYPE_CHECKING:
     from anabranch.lang.explain import StateExplanation
@@ -135,13 +132,13 @@ class State:
     def _run(self, part: ir.Expr, streaming: bool) -> Pending | None:
         match part:
             case ir.Gen():
-                return self._generate(part, streaming or self._program.stream)
+                return operations.generate(self, part, streaming or self._program.stream)
             case ir.Select():
-                return self._select(part)
+                return operations.select(self, part)
             case ir.Reasoning():
                 value = self._execute(part.expr, streaming=streaming)
                 for name in {p.name for p in ir.flatten(part.expr) if isinstance(p, ir.Gen) and p.name}:
-                    self._split_reasoning(name, part.model_type)
+                    operations.split_reasoning_of(self, name, part.model_type)
                 return value
         raise AssertionError(part)
 
@@ -160,85 +157,6 @@ class State:
     def _append(self, kind: log.Kind, **what: Any) -> None:
         what.setdefault("role", self._tail.role)
         self._tail = log.Node(self._tail, kind, **what)
-
-    # ---------------------------------------------------------------- generating and choosing
-
-    def _generate(self, gen: ir.Gen, streaming: bool) -> Pending:
-        branch = self._require_open()
-        options, deadline = self._program.limit(gen.options.over(self._program.options))
-        sampling = options.sampling(gen.constraint)
-        stream = Stream() if streaming else None
-        feed = stream.feed if stream else None
-        what = f"gen {gen.name!r}" if gen.name else "gen"
-        width = options.n or 1
-        if width == 1:
-            futures = [branch.generate(sampling, feed)]
-        else:
-            samples = branch.fork(width)
-            futures = [sample.generate(sampling, feed if i == 0 else None) for i, sample in enumerate(samples)]
-            for sample, future in zip(samples[1:], futures[1:], strict=True):
-                future.add_done_callback(_closer(sample))
-            branch.join(samples[0])
-            self._hold(samples[0], futures[:1])
-        for future in futures:
-            self._track(gen.name or "gen", future)
-        if stream:
-            futures[0].add_done_callback(stream.end)
-        self._append("gen", name=gen.name, future=futures[0], read=meta.text_of_generation, stream=stream)
-        finish = _value_reader(gen, many=width > 1)
-        value = Pending(futures, finish, what=what, deadline=deadline, keep=self._keep())
-        self._bind(gen.name, value)
-        return value
-
-    def _select(self, select: ir.Select) -> Pending:
-        branch = self._require_open()
-        base = Options(timeout=select.timeout)
-        options, deadline = self._program.limit(base)
-        what = f"select {select.name!r}" if select.name else "select"
-        if (method := select.method.backend_method) is None:
-            return self._select_by_own_rule(select, what, options.timeout, deadline)
-        future = branch.score(select.choices, method, append=True, timeout=options.timeout)
-        self._track(select.name or "select", future)
-
-        def read(scores: wire.Scores) -> str:
-            return select.choices[scores.best]
-
-        self._append("select", name=select.name, future=future, read=read)
-        value = Pending([future], lambda results: read(results[0]), what=what, deadline=deadline, keep=self._keep())
-        self._bind(select.name, value)
-        return value
-
-    def _select_by_own_rule(
-        self, select: ir.Select, what: str, timeout: float | None, deadline: float | None
-    ) -> Pending:
-        """A rule that Python computes: measure, wait, decide, append. The one operation that blocks where it is
-        added.
-        """
-        branch = self._require_open()
-        bare = (
-            self._measure_without_context(select.choices, timeout)
-            if select.method.requires_unconditional_logprobs
-            else None
-        )
-        future = branch.score(select.choices, "sum", append=False, timeout=timeout)
-        self._track(select.name or "select", future)
-        measured = Pending([future], lambda results: results[0], what=what, deadline=deadline)
-        self._program.check_may_block(what)
-        decision = meta.decide(select, measured.result(), bare)
-        self._execute(ir.Text(decision.decision))
-        value = Pending([future], lambda _: decision.decision, what=what)
-        self._bind(select.name, value)
-        return value
-
-    def _measure_without_context(self, choices: Sequence[str], timeout: float | None) -> wire.Scores:
-        program = self._program
-        empty = program.backend.open(
-            seed=program.seed, salt=program.salt, program=program.label, priority=program.priority
-        )
-        try:
-            return empty.score(choices, "sum", append=False, timeout=timeout).result()
-        finally:
-            empty.close()
 
     def _keep(self) -> Any:
         """What must live while this state's operations run, should the state itself be dropped meanwhile."""
@@ -260,18 +178,6 @@ class State:
 
     def _track(self, name: str, future: Future[Any]) -> None:
         self._program.track(self._record, name, future, self.on_failure)
-
-    def _split_reasoning(self, name: str, model_type: str | None) -> None:
-        whole = self._generated[name]
-
-        def part(index: int) -> Pending:
-            def pick(_: list[Any]) -> str:
-                return split_reasoning(whole.result(), model_type)[index]
-
-            return Pending(whole.futures, pick, what=whole.what, deadline=whole.deadline, keep=self._keep())
-
-        self._variables[f"{name}_reasoning_content"] = part(0)
-        self._variables[name] = part(1)
 
     # ---------------------------------------------------------------- turns and scopes
 
@@ -666,23 +572,3 @@ class State:
         from anabranch.lang.display import state_html
 
         return state_html(self)
-
-
-def _closer(branch: wire.BackendBranch) -> Callable[[object], None]:
-    return lambda _: branch.close(superseded=True)
-
-
-def _value_reader(gen: ir.Gen, *, many: bool) -> Callable[[list[Any]], Any]:
-    spec = gen.spec
-
-    def value(result: wire.Generation) -> Any:
-        if spec is None:
-            return result.text
-        try:
-            return spec.parse(result.text)
-        except ValueError as error:
-            cut = " (cut off by max_tokens)" if result.finish_reason == "length" else ""
-            name = gen.name or "gen"
-            raise TypedValueError(f"{name!r} is no {spec.name}{cut}: {result.text!r}: {error}", result.text) from error
-
-    return lambda results: [value(r) for r in results] if many else value(results[0])
