@@ -261,7 +261,10 @@ class Lease(Message):
 
 
 class Close(Message):
+    """Gives branches back: what runs or waits on them ends now. Idempotent."""
+
     branches: tuple[int, ...]
+    superseded: bool = False  # nobody will come back to their tokens: evict first
 
 
 class Cancel(Message):
