@@ -210,7 +210,7 @@ class Row:
 
 
 def rows_of(batch: StepBatch, page_ids: Tensor) -> list[Row]:
-    parents = {tree.row: tree.parents for tree in batch.trees}
+    parents = {tree.row: tree.parents for tree in batch.trees if len(tree.parents)}
     positions = indices(batch.positions)
     rows = []
     for r in range(batch.num_rows):

@@ -168,7 +168,7 @@ class Worker:
             page_indptr=indptr(num_pages),
             page_ids=self._slots.page_tables(rows.slots, num_pages),
             logit_rows=wanted_logits(rows, plan.trees),
-            trees=tuple(TreeMask(rows.index(tree.row), as_ints(tree.parents)) for tree in plan.trees),
+            trees=tuple(TreeMask(rows.index(tree.row), as_ints(tree.parents)) for tree in plan.trees if tree.parents),
             groups=tuple(
                 SharedPrefix(rows.index(g.first_row), rows.index(g.last_row), g.num_tokens) for g in plan.groups
             ),
