@@ -2,7 +2,7 @@
 
 import codecs
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
@@ -15,7 +15,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, context: Iterable[int] = (), *, skip_special_tokens: bool = True
+        self, vocabulary: Vocabulary, context: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._vocabulary = vocabulary
         self._skip_special = skip_special_tokens
@@ -23,6 +23,7 @@ class Detokenizer:
         self._spaces_to_strip = vocabulary.strips_leading_space
         self._ends: list[int] = []  # of each pushed id: characters of the text that are settled after it
         self._length = 0
+        self._context_is_cut = False  # inside a character
         self._take_context(context)
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -37,7 +38,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back: U+FFFD for a character that never became complete, else nothing."""
-        text = self._decoder.decode(b"", final=True)
+        text = self._without_context(self._decoder.decode(b"", final=True))
         self._length += len(text)
         if text and self._ends:
             self._ends[-1] = self._length
@@ -62,7 +63,7 @@ class Detokenizer:
     def _decode(self, token_id: int) -> str:
         if self._skip_special and self._vocabulary.is_special(token_id):
             return ""
-        text = self._decoder.decode(self._vocabulary.token_bytes(token_id))
+        text = self._without_context(self._decoder.decode(self._vocabulary.token_bytes(token_id)))
         while self._spaces_to_strip and text:
             if not text.startswith(" "):
                 self._spaces_to_strip = 0
@@ -71,13 +72,12 @@ class Detokenizer:
             self._spaces_to_strip -= 1
         return text
 
-    def _take_context(self, context: Iterable[int]) -> None:
+    def _take_context(self, context: Sequence[int]) -> None:
         """Only the end of the context matters: whether it has text, and the bytes of an incomplete character."""
-        ids = list(context)
         held: list[int] = []
         num_bytes = 0
         # A character has at most four bytes, so the last four bytes of text settle everything.
-        for token_id in reversed(ids):
+        for token_id in reversed(context):
             held.append(token_id)
             if not (self._skip_special and self._vocabulary.is_special(token_id)):
                 num_bytes += len(self._vocabulary.token_bytes(token_id))
@@ -86,3 +86,11 @@ class Detokenizer:
                 break
         for token_id in reversed(held):
             self._decode(token_id)
+        self._context_is_cut = bool(self._decoder.getstate()[0])
+
+    def _without_context(self, text: str) -> str:
+        """A character that the context left incomplete, and that stays so, was U+FFFD in the context's text already."""
+        if self._context_is_cut and text:
+            self._context_is_cut = False
+            return text.removeprefix("\ufffd")
+        return text

@@ -49,9 +49,9 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> tokenizers.Tokeni
         case other:
             refuse(path, f"field 'tokenizer.ggml.model' is {shown(other)}; supported are gpt2 and llama")
     if kinds is not None:
-        control = [tokens[i] for i, kind in enumerate(kinds) if kind == _CONTROL or (kind == _UNKNOWN and tokens[i])]
+        control = [tokens[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN) and tokens[i]]
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-        user = [tokens[i] for i, kind in enumerate(kinds) if kind == _USER]
+        user = [tokens[i] for i, kind in enumerate(kinds) if kind == _USER and tokens[i]]
         tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in user])
     return tokenizer
 

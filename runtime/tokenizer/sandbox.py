@@ -88,8 +88,14 @@ class _Budget:
             total += self.size(part, depth + 1)
             if total > MAX_VALUE_SIZE:
                 raise BudgetExceeded(f"a value has more than {MAX_VALUE_SIZE} characters and items")
-        self._sizes[id(value)] = value, total
+        self.know(value, total)
         return total
+
+    def know(self, value: Any, size: int) -> Any:
+        """Remember the size of a container, which is then not measured again."""
+        if not isinstance(value, str):
+            self._sizes[id(value)] = value, size
+        return value
 
 
 _active = threading.local()
@@ -241,21 +247,37 @@ def _check_replace(text: str, old: Any, new: Any) -> None:
         _budget().build(len(text) + text.count(old) * len(new))
 
 
-def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at the clock, and whose result counts."""
+def _account(result: Any) -> Any:
+    """What a filter or call returned counts."""
+    if isinstance(result, list | tuple | dict):
+        return _container(result)
+    _budget().build(len(result) if isinstance(result, str) else 0)
+    return result
 
+
+def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def filter_(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if isinstance(result, str):
-            _budget().build(len(result))
-        elif isinstance(result, list | dict | tuple):
-            _container(result)
-        else:
-            _budget().tick()
-        return result
+        return _account(function(*args, **kwargs))
 
     return filter_
+
+
+def _checked_arguments(text: str, method: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments for a method of a string, if it is allowed and its result will not be too long."""
+    _require(method in _STR_METHODS.split(), f"the string method {method!r} is not allowed")
+    if method in _PADDING:
+        _bounded_width(args[0] if args else None)
+    if method == "replace" and len(args) >= 2:
+        _check_replace(text, *args[:2])
+    if method == "join" and len(args) == 1:
+        return (_join(text, args[0]),)
+    return args
+
+
+def _require(allowed: bool, problem: str) -> None:
+    if not allowed:
+        raise SecurityError(f"{problem} in a chat template")
 
 
 def _join_filter(value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
@@ -315,8 +337,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         budget = _budget()
         budget.tick()
         sized = str | list | tuple
-        if operator == "+" and isinstance(left, sized):
-            budget.build(len(left) + (len(right) if isinstance(right, sized) else 0))
+        if operator == "+" and isinstance(left, sized) and isinstance(right, type(left)):
+            size = budget.size(left) + budget.size(right)
+            budget.build(size)
+            return budget.know(left + right, size)  # type: ignore[operator]  # of one type
         elif operator == "*" and (isinstance(left, sized) or isinstance(right, sized)):
             many, times = (left, right) if isinstance(left, sized) else (right, left)
             if isinstance(times, int):
@@ -335,30 +359,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return __obj(*args)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
-            return __self._call_text_method(owner, __obj, args, kwargs)
-        if (
-            owner is not None
-            and type(owner).__module__ == "builtins"
-            and __obj.__name__ not in _CONTAINER_METHODS.split()
-        ):
-            raise SecurityError(f"the method {__obj.__name__!r} is not allowed in a chat template")
-        _budget().tick()
-        result = super().call(__context, __obj, *args, **kwargs)
-        return _container(result) if isinstance(result, list | tuple | dict) else result
-
-    def _call_text_method(self, text: str, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        name = method.__name__
-        if name not in _STR_METHODS.split():
-            raise SecurityError(f"the string method {name!r} is not allowed in a chat template")
-        if name in _PADDING:
-            _bounded_width(args[0] if args else None)
-        if name == "join" and len(args) == 1:
-            args = (_join(text, args[0]),)
-        if name == "replace" and len(args) >= 2:
-            _check_replace(text, *args[:2])
-        result = method(*args, **kwargs)
-        _budget().build(_budget().size(result))
-        return result
+            args = _checked_arguments(owner, __obj.__name__, args)
+        elif owner is not None and type(owner).__module__ == "builtins":
+            _require(__obj.__name__ in _CONTAINER_METHODS.split(), f"the method {__obj.__name__!r} is not allowed")
+        return _account(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)

@@ -110,6 +110,8 @@ class StopMatcher:
         return self._release(len(self._held)), None
 
     def _find(self, text: str, begin: int) -> StopMatch | None:
+        if not self._strings.stops and not self._regexes:
+            return None
         for at, character in enumerate(text, begin):
             self._state = self._strings.step(self._state, character)
             stop = self._strings.complete(self._state)
