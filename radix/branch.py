@@ -42,6 +42,7 @@ class Branch:
         "computed",
         "generation",
         "is_counted",
+        "is_inside_edge",
         "log",
         "memo",
         "memo_epoch",
@@ -72,6 +73,7 @@ class Branch:
         self.is_counted = False  # in the `idle` column of its node
         self.memo = 0  # result of the last look-up, good while the tree is at `memo_epoch`
         self.memo_epoch = -1
+        self.is_inside_edge = False  # the last look-up ended before the end of its edge
         self.peak = 0  # longest prefix that ever had KV: tells "evicted" from "never computed"
         # The page table, while attached: num_pages entries, those from `own` on held by this branch and nobody else.
         self._pages: np.ndarray | None = None

@@ -97,12 +97,13 @@ class EvictionOrder:
     Node ids 0 .. num_classes - 1 are the sentinels of the lists: allocate nothing before this object exists.
     """
 
-    __slots__ = ("_next", "_nodes", "_previous", "clock", "policy")
+    __slots__ = ("_is_ranked", "_next", "_nodes", "_previous", "clock", "policy")
 
     def __init__(self, nodes: Nodes, policy: EvictionPolicy) -> None:
         self._nodes = nodes
         self.policy = policy
         self.clock = 0.0
+        self._is_ranked = policy.num_classes > 2  # with one class beside the superseded, its list alone is the order
         for queue_class in range(policy.num_classes):
             sentinel = nodes.alloc()
             assert sentinel == queue_class, "the sentinels must be the first nodes"
@@ -159,8 +160,8 @@ class EvictionOrder:
     def advance(self, node: int) -> None:
         """The node is being evicted: what is used from now on is newer than it."""
         nodes = self._nodes
-        if nodes.queue_class[node] != SUPERSEDED and nodes.queue_key[node] > self.clock:
-            self.clock = nodes.queue_key[node]
+        if self._is_ranked and nodes.queue_class[node] != SUPERSEDED:
+            self.clock = max(self.clock, nodes.queue_key[node])
 
     def members(self) -> list[int]:
         """Every node in the order, class by class, next victim first. For checks and dumps."""

@@ -53,8 +53,8 @@ def _reason(m: KVManager, branch: Branch, node: int, cached: int, token: int) ->
         return "was evicted"
     if cached < nodes.end[node]:
         return f"diverges at {cached} from a cached sequence, which goes on with id {tree.token_at(node, cached)}"
-    if nodes.num_children[node]:
-        return f"diverges at {cached}: {nodes.num_children[node]} other continuations are cached there"
+    if nodes.num_children(node):
+        return f"diverges at {cached}: {nodes.num_children(node)} other continuations are cached there"
     return "was never seen: the cached sequence ends there"
 
 

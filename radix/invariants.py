@@ -71,7 +71,7 @@ def every_edge_hangs_at_the_end_of_its_parent(m: KVManager) -> None:
         key = parent << 32 | tree.token_at(node, start)
         assert filed[node] == key, f"node {node} is filed under {filed[node]}, not {key}"
     children = Counter(nodes.parent[node] for node in edges)
-    wrong = [node for node in nodes.ids() if _is_node(m, node) and nodes.num_children[node] != children[node]]
+    wrong = [node for node in nodes.ids() if _is_node(m, node) and nodes.num_children(node) != children[node]]
     assert not wrong, f"nodes {wrong} have another number of children than they say"
 
 
@@ -81,7 +81,7 @@ def roots_live_as_long_as_they_are_needed(m: KVManager) -> None:
     assert {root: name for name, root in m.tree.roots.items()} == m.tree.namespaces, "roots and namespaces differ"
     for root in m.tree.namespaces:
         assert nodes.parent[root] == NONE and not nodes.end[root], f"root {root} is an edge"
-        assert nodes.num_children[root] or nodes.locks[root] or nodes.leases[root], f"root {root} is not needed"
+        assert nodes.pins[root], f"root {root} is not needed"
 
 
 def a_page_holds_the_whole_path_inside_it(m: KVManager) -> None:

@@ -77,7 +77,8 @@ class KVManager:
 
         Raises   TokenError if one is outside [0, 2**31); BranchError if the branch is closed
         """
-        self._must_be_open(branch)
+        if branch.closed:
+            raise BranchError("the branch is closed")
         branch.log.append(token_ids)
         branch.memo_epoch = -1
 
@@ -152,14 +153,19 @@ class KVManager:
     # ------------------------------------------------------------ running
 
     def lookup(self, branch: Branch) -> int:
-        """Tokens of the branch that are cached now, at most all but the last. O(1) while the tree has not changed."""
+        """Tokens of the branch that are cached now, at most all but the last.
+
+        Cost     O(1) while the tree has not changed, or only elsewhere; otherwise O(what is cached in addition)
+        """
         if branch.memo_epoch == self.tree.epoch:
             return branch.memo
         if branch.attached:
             return branch.computed
-        self._must_be_open(branch)
-        _, position = self._find(branch)
-        branch.memo = max(0, min(position, len(branch) - 1))
+        if branch.memo_epoch < 0 or not self._ends_as_before(branch):
+            self._must_be_open(branch)
+            node, position = self._find(branch)
+            branch.memo = max(0, min(position, len(branch) - 1))
+            branch.is_inside_edge = node != NONE and position < self.tree.nodes.end[node]
         branch.memo_epoch = self.tree.epoch
         return branch.memo
 
@@ -283,6 +289,7 @@ class KVManager:
         if position < self.tree.nodes.end[node]:
             node = self.tree.split(node, position)
             self._move_to(branch, node, position)
+            branch.memo_epoch = -1
         return self.leases.grant(branch, node, until)
 
     def expire(self, now: float) -> None:
@@ -395,7 +402,7 @@ class KVManager:
             child.peak = max(child.peak, branch.computed)
         else:
             child.node, child.generation, child.position = branch.node, branch.generation, branch.position
-            child.memo, child.memo_epoch = branch.memo, branch.memo_epoch
+            child.memo, child.memo_epoch, child.is_inside_edge = branch.memo, branch.memo_epoch, branch.is_inside_edge
         self._start_counting(child)
         return child
 
@@ -446,6 +453,17 @@ class KVManager:
         self._move_to(branch, node, position)
         return node, position
 
+    def _ends_as_before(self, branch: Branch) -> bool:
+        """Whether the match of an idle branch, whose tokens have not changed since, cannot have become another."""
+        nodes, node, position = self.tree.nodes, branch.node, branch.position
+        if node == NONE or nodes.generation[node] != branch.generation:
+            return False
+        if not nodes.start[node] < position <= nodes.end[node]:
+            return False
+        if branch.is_inside_edge:  # what an edge holds never changes
+            return True
+        return position == branch.log.length or not self.tree.continues(node, position, branch.log.at(position))
+
     def _num_new_pages(self, branch: Branch, upto: int) -> int:
         """Pages that `reserve` must allocate."""
         if upto <= branch.reserved:
@@ -461,7 +479,7 @@ class KVManager:
         if branch.tail != Tail.SHARED:
             return False
         nodes, node = self.tree.nodes, branch.node
-        return branch.computed != nodes.end[node] or nodes.num_children[node] > 0 or node in self.claims
+        return branch.computed != nodes.end[node] or nodes.num_children(node) > 0 or node in self.claims
 
     def _leave_shared_page(self, branch: Branch) -> Copies:
         """Copy on write: the table's last entry becomes a page of the branch's own."""

@@ -20,6 +20,7 @@ class Nodes:
         "_free",
         "_used",
         "end",
+        "first_page",
         "frozen",
         "generation",
         "idle",
@@ -28,9 +29,9 @@ class Nodes:
         "locked_children",
         "locks",
         "next",
-        "num_children",
         "pages",
         "parent",
+        "pins",
         "previous",
         "queue_class",
         "queue_key",
@@ -43,7 +44,8 @@ class Nodes:
         self.parent = array("i")  # NONE for a root
         self.start = array("i")  # first path position of the edge; equals the parent's end
         self.end = array("i")  # one past its last
-        self.num_children = array("i")
+        self.first_page = array("i")
+        self.pins = array("i")  # children + locks + leases; a node without any can be evicted
         self.locks = array("i")  # attached branches that end here, and copies in flight from here
         self.locked_children = array("i")  # children that are protected by locks
         self.leases = array("i")
@@ -57,7 +59,7 @@ class Nodes:
         self.shares_first = array("b")  # 1: an ancestor holds the first page too (the edge begins inside it)
         self.frozen = array("b")  # 1: lost part of its tail, so it must never grow again (see RadixTree.extend)
         self.uses = array("B")  # how often a branch ended here or forked off here, saturating
-        self.pages: list[bytes] = []  # int32 page ids of the edge, in order
+        self.pages: list[bytes] = []  # int32 page ids of the edge, in order, if it has more than one
         self._free = array("i")
         self._used = 0  # ids below this have been handed out at least once
 
@@ -68,27 +70,34 @@ class Nodes:
     def alloc(self) -> int:
         """The id of a cleared node."""
         if self._free:
-            return self._free.pop()
+            node = self._free.pop()
+            self._clear(node)
+            return node
         if self._used == len(self.parent):
             self._grow()
         self._used += 1
         return self._used - 1
 
     def free(self, node: int) -> None:
-        """Clear the node and let its id be used again."""
-        assert self.next[node] == NONE, f"node {node} is freed while it is in the eviction order"
+        """Let the id be used again. Its fields are cleared when it is: whoever evicts should not wait for that memory."""
         self.generation[node] += 1
-        self.pages[node] = b""
-        self.parent[node] = NONE
-        self.end[node] = self.start[node] = 0
-        self.num_children[node] = self.idle[node] = 0
-        self.uses[node] = self.shares_first[node] = self.frozen[node] = 0
         self._free.append(node)
+
+    def num_children(self, node: int) -> int:
+        """How many edges hang at the node's end."""
+        return self.pins[node] - self.locks[node] - self.leases[node]
 
     def ids(self) -> list[int]:
         """All nodes in use, ascending. Walks every column entry: for checks and dumps."""
         unused = set(self._free)
         return [node for node in range(self._used) if node not in unused]
+
+    def _clear(self, node: int) -> None:
+        self.parent[node] = NONE
+        self.end[node] = self.start[node] = 0
+        self.pins[node] = self.idle[node] = 0
+        self.pages[node] = b""
+        self.uses[node] = self.shares_first[node] = self.frozen[node] = 0
 
     def _grow(self) -> None:
         capacity = len(self.parent)

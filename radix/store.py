@@ -54,6 +54,15 @@ class TokenStore:
             return self._flat[at : at + n]
         return self._rows.take(pages[: last + 1], axis=0).reshape(-1)[slot : slot + n]
 
+    def common_in_page(self, page_id: int, slot: int, tokens: np.ndarray) -> int:
+        """`common` where everything lies in one page."""
+        n, at = len(tokens), page_id * self.page_size + slot
+        if n == 1:
+            return 1 if self._scalars[at] == tokens[0] else 0
+        differs = self._flat[at : at + n] != tokens
+        first = int(differs.argmax())
+        return first if differs[first] else n
+
     def common(self, pages: np.ndarray, position: int, tokens: np.ndarray) -> int:
         """How many of `tokens` agree with what is stored from `position` on, up to the first that does not."""
         n = len(tokens)

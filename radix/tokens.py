@@ -13,6 +13,7 @@ segment A  [0 .............. 40)          log 1: (A, 40)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 
@@ -68,13 +69,19 @@ class TokenLog:
 
         Raises   TokenError if one is outside [0, 2**31); then nothing has changed
         """
-        new = as_tokens(token_ids)
-        n = len(new)
-        if not n:
+        n = len(token_ids)
+        if n == 1:  # what decoding does all the time
+            new: int | np.ndarray = _as_token(token_ids[0])
+        elif n:
+            new = as_tokens(token_ids)
+        else:
             return
-        segment = self._writable_segment(n)
-        segment.room_for(n)
+        segment = self._segment
+        if segment.fill != self.length:
+            segment = self._writable_segment(n)
         at = self.length - segment.start
+        if at + n > len(segment.buffer):
+            segment.room_for(n)
         segment.buffer[at : at + n] = new
         self.length += n
         segment.fill = self.length
@@ -148,17 +155,34 @@ def _drop(segment: Segment | None) -> None:
         segment = segment.parent
 
 
+def _as_token(token_id: int) -> int:
+    try:
+        token = index(token_id)
+    except TypeError as error:
+        raise TokenError(f"token ids must be integers in [0, 2**31), got {token_id!r}") from error
+    if not 0 <= token < 2**31:
+        raise TokenError(f"token ids must be in [0, 2**31), got {token}")
+    return token
+
+
 def as_tokens(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Token ids as int32, checked rather than wrapped; no copy if they are int32 already."""
     if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
         tokens = token_ids
+        if tokens.ndim != 1:
+            raise TokenError(f"token ids must be one row of integers, got shape {tokens.shape}")
         if tokens.size and tokens.min() < 0:
             raise TokenError(f"token ids must be at least 0, got {int(tokens.min())}")
         return tokens
     try:
-        wide = np.asarray(token_ids, np.int64) if len(token_ids) else np.empty(0, np.int64)
+        given = np.asarray(token_ids)
+        if given.dtype.kind not in "iu":
+            raise TypeError(f"got {given.dtype}")
+        wide = given.astype(np.int64, casting="safe") if given.dtype != np.uint64 else given
     except (OverflowError, ValueError, TypeError) as error:
         raise TokenError(f"token ids must be integers in [0, 2**31): {error}") from error
+    if wide.ndim != 1:
+        raise TokenError(f"token ids must be one row of integers, got shape {wide.shape}")
     if wide.size and not (wide.min() >= 0 and wide.max() < 2**31):
         raise TokenError(f"token ids must be in [0, 2**31), got {int(wide.min())} to {int(wide.max())}")
     return wide.astype(np.int32)

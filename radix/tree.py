@@ -38,7 +38,7 @@ from anabranch.radix.store import TokenStore
 MAX_GROWN_PAGES = 4096  # an edge with more pages is continued by a child: growing it would copy its page list
 MAX_GHOSTS = 4096  # evictions remembered for `explain`
 
-_page_at = struct.Struct("=i").unpack_from
+_PAGE = struct.Struct("=i")
 
 
 class RadixTree:
@@ -95,12 +95,15 @@ class RadixTree:
 
     def page_ids(self, node: int) -> np.ndarray:
         """The node's pages in order; read-only."""
-        return np.frombuffer(self.nodes.pages[node], np.int32, self.num_node_pages(node))
+        count = self.num_node_pages(node)
+        if count > 1:
+            return np.frombuffer(self.nodes.pages[node], np.int32, count)
+        return np.array([self.nodes.first_page[node]][:count], np.int32)
 
     def page_of(self, node: int, position: int) -> int:
         """The node's page for a position of its edge."""
         index = position // self.page_size - self.nodes.start[node] // self.page_size
-        return _page_at(self.nodes.pages[node], 4 * index)[0]
+        return _PAGE.unpack_from(self.nodes.pages[node], 4 * index)[0] if index else self.nodes.first_page[node]
 
     def token_at(self, node: int, position: int) -> int:
         """The token at a position of the node's edge."""
@@ -115,10 +118,12 @@ class RadixTree:
         """How many of `tokens`, which follow `position`, agree with the rest of the node's edge."""
         nodes = self.nodes
         start = nodes.start[node]
-        n = min(nodes.end[node] - position, len(tokens))
+        tokens = tokens[: nodes.end[node] - position]
         skipped = position // self.page_size - start // self.page_size
+        if (position + len(tokens) - 1) // self.page_size == position // self.page_size:
+            return self.store.common_in_page(self.page_of(node, position), position % self.page_size, tokens)
         pages = np.frombuffer(nodes.pages[node], np.int32, -1, 4 * skipped)
-        return self.store.common(pages, position, tokens[:n])
+        return self.store.common(pages, position, tokens)
 
     def match(self, node: int, position: int, tokens: np.ndarray) -> tuple[int, int]:
         """Follow `tokens` from `position` on the edge of `node` as far as they are cached.
@@ -185,19 +190,19 @@ class RadixTree:
         assert start < at < nodes.end[node], f"cannot split [{start}, {nodes.end[node]}) at {at}"
         upper = nodes.alloc()
         first_token, next_token = self.token_at(node, start), self.token_at(node, at)
-        pages, inside = nodes.pages[node], 1 if at % size else 0
+        pages, inside = self.page_ids(node), 1 if at % size else 0
         kept = at // size - start // size  # full pages of the upper half
         nodes.parent[upper], nodes.start[upper], nodes.end[upper] = parent, start, at
-        nodes.pages[upper] = pages[: 4 * (kept + inside)]
+        self._set_pages(upper, pages[: kept + inside])
         nodes.shares_first[upper] = nodes.shares_first[node]
         nodes.uses[upper] = nodes.uses[node]
-        nodes.num_children[upper] = 1
+        nodes.pins[upper] = 1
         nodes.locked_children[upper] = 1 if self.is_locked(node) else 0
         nodes.leased_children[upper] = 1 if self.is_leased(node) else 0
         if inside:
-            self.pool.retain_one(_page_at(pages, 4 * kept)[0])
+            self.pool.retain_one(int(pages[kept]))
         nodes.parent[node], nodes.start[node] = upper, at
-        nodes.pages[node] = pages[4 * kept :]
+        self._set_pages(node, pages[kept:])
         nodes.shares_first[node] = inside
         self.children[parent << 32 | first_token] = upper
         self.children[upper << 32 | next_token] = node
@@ -215,10 +220,10 @@ class RadixTree:
         assert key not in self.children, f"node {parent} has a child at token {first_token} already"
         node = nodes.alloc()
         nodes.parent[node], nodes.start[node], nodes.end[node] = parent, nodes.end[parent], end
-        nodes.pages[node] = pages.tobytes()
+        self._set_pages(node, pages)
         nodes.shares_first[node] = shares_first
         self.children[key] = node
-        nodes.num_children[parent] += 1
+        nodes.pins[parent] += 1
         self._count_use(parent)
         self.num_pages += len(pages) - shares_first
         self.num_tokens += end - nodes.start[node]
@@ -230,9 +235,7 @@ class RadixTree:
         nodes = self.nodes
         return (
             nodes.parent[node] != NONE
-            and nodes.locks[node] == 1
-            and not nodes.num_children[node]
-            and not nodes.leases[node]
+            and nodes.locks[node] == nodes.pins[node] == 1
             and not nodes.frozen[node]
             and len(nodes.pages[node]) < 4 * MAX_GROWN_PAGES
         )
@@ -246,7 +249,7 @@ class RadixTree:
         nodes = self.nodes
         self.num_tokens += end - nodes.end[node]
         if len(pages):
-            nodes.pages[node] = nodes.pages[node][: 4 * self.num_node_pages(node)] + pages.tobytes()
+            self._set_pages(node, np.concatenate([self.page_ids(node), pages]))
             self.num_pages += len(pages)
             self.num_locked += len(pages)
         nodes.end[node] = end
@@ -265,7 +268,7 @@ class RadixTree:
     def is_evictable(self, node: int) -> bool:
         """Whether the node is a leaf that nothing protects."""
         nodes = self.nodes
-        return not (nodes.num_children[node] or nodes.locks[node] or nodes.leases[node]) and nodes.parent[node] != NONE
+        return not nodes.pins[node] and nodes.parent[node] != NONE
 
     def lock(self, node: int) -> None:
         """Protect the path to the node. Walks up to the first ancestor that is protected already."""
@@ -310,6 +313,7 @@ class RadixTree:
 
     def _protect(self, counts: array[int], children: array[int], node: int) -> list[int]:
         """Count one more protection of `node`; returns the nodes that were not protected before."""
+        self.nodes.pins[node] += 1
         counts[node] += 1
         if counts[node] > 1 or children[node]:
             return []
@@ -327,6 +331,7 @@ class RadixTree:
         """Count one protection of `node` less; returns the nodes that are not protected any more."""
         if counts[node] < 1:
             raise LockError(f"node {node} is not protected: each lock and lease is taken back once")
+        self.nodes.pins[node] -= 1
         counts[node] -= 1
         if counts[node] or children[node]:
             return []
@@ -340,6 +345,10 @@ class RadixTree:
             node = parents[node]
         return changed
 
+    def _set_pages(self, node: int, pages: np.ndarray) -> None:
+        self.nodes.first_page[node] = pages[0]
+        self.nodes.pages[node] = pages.tobytes() if len(pages) > 1 else b""
+
     def _settle_order(self, node: int) -> None:
         if self.nodes.parent[node] != NONE:
             self.order.touch(node)
@@ -347,10 +356,9 @@ class RadixTree:
             self._drop_empty_root(node)
 
     def _drop_empty_root(self, root: int) -> None:
-        nodes = self.nodes
-        if not (nodes.num_children[root] or nodes.locks[root] or nodes.leases[root]):
+        if not self.nodes.pins[root]:
             del self.roots[self.namespaces.pop(root)]
-            nodes.free(root)
+            self.nodes.free(root)
 
     def _count_use(self, node: int) -> None:
         if self.nodes.uses[node] < 255:
@@ -416,10 +424,11 @@ class RadixTree:
         start, parent = nodes.start[node], nodes.parent[node]
         own = self.num_own_pages(node)
         first_token = self.token_at(node, start)
-        if own + nodes.shares_first[node] == 1:
-            freed = self.pool.release_one(_page_at(nodes.pages[node], 0)[0])
+        if (nodes.end[node] - 1) // self.page_size == start // self.page_size:
+            freed = self.pool.release_one(nodes.first_page[node])
         else:
             freed = self.pool.release(self.page_ids(node))
+            nodes.pages[node] = b""
         assert freed == own, f"evicting node {node} freed {freed} pages instead of {own}: one of them is held elsewhere"
         del self.children[parent << 32 | first_token]
         self.ghosts.append((parent, nodes.generation[parent], first_token))
@@ -428,9 +437,9 @@ class RadixTree:
         self.epoch += 1
         self.order.unlink(node)
         nodes.free(node)
-        nodes.num_children[parent] -= 1
-        if not nodes.num_children[parent]:
+        nodes.pins[parent] -= 1
+        if not nodes.pins[parent]:
             if nodes.parent[parent] == NONE:
                 self._drop_empty_root(parent)
-            elif not (nodes.locks[parent] or nodes.leases[parent]):
+            else:
                 self.order.expose(parent)
