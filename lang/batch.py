@@ -22,6 +22,7 @@ from anabranch.lang.function import _settle, open_state
 from anabranch.lang.program import Program, derive_seed
 from anabranch.lang.record import Usage
 from anabranch.lang.saved import SavedState, load, save
+from anabranch.lang.workers import Workers
 
 if TYPE_CHECKING:
     from anabranch.lang.function import Function
@@ -213,13 +214,13 @@ def _submit(batch: _Batch, pool: "_Threads | _Loop", index: int, progress: "_Pro
 class _Threads:
     def __init__(self, batch: _Batch, width: int) -> None:
         self._batch = batch
-        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, width), thread_name_prefix="anabranch-batch")
+        self._pool = Workers(max(1, width), "anabranch-batch")
 
     def submit(self, index: int) -> "Future[Result]":
         return self._pool.submit(contextvars.copy_context().run, self._batch.run, index)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
 
 
 class _Loop:

@@ -5,16 +5,14 @@ cancel it.
 import contextlib
 import http.client
 import json
-import queue
 import socket
-import threading
 import time
 import urllib.parse
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from anabranch.lang.errors import Cancelled, ProgramError
+from anabranch.lang.workers import Workers
 
 CALL_LIMIT_S = 600.0  # no call waits longer for its next bytes, whatever the program says
 MAX_BODY = 64 << 20  # bytes of one answer
@@ -32,36 +30,22 @@ class EndpointError(ProgramError):
 
 
 class Caller:
-    """Makes calls to one server. Threads are started as they are needed, up to `max_connections`, and end with the
-    caller.
-    """
+    """Makes calls to one server, at most `max_connections` at once."""
 
     def __init__(self, base_url: str, api_key: str | None, max_connections: int) -> None:
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"a server's address must be an http or https URL, got {base_url!r}")
-        if max_connections < 1:
-            raise ValueError(f"max_connections must be >= 1, got {max_connections}")
         self.host, self.port, self.path = parts.hostname, parts.port, parts.path.rstrip("/")
         self.is_tls = parts.scheme == "https"
         self.headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
-        self._max_threads = max_connections
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._num_threads = 0
-        self._idle = 0
-        self._lock = threading.Lock()
-        self._closer = weakref.finalize(self, _stop, self._jobs, max_connections)
+        self._workers = Workers(max_connections, "anabranch-http")
 
     def start(self, work: "Callable[[Call], Any]", when_done: Callable[[], None], deadline: float | None) -> "Call":
         call = Call(self, deadline)
-        with self._lock:
-            if self._jobs.qsize() >= self._idle and self._num_threads < self._max_threads:
-                self._num_threads += 1
-                name = f"anabranch-http-{self._num_threads}"
-                threading.Thread(target=_serve, args=(self._jobs, weakref.ref(self)), name=name, daemon=True).start()
-        self._jobs.put((call, work, when_done))
+        self._workers.submit(_run_call, call, work, when_done)
         return call
 
     def now(self, verb: str, path: str) -> Any:
@@ -71,10 +55,6 @@ class Caller:
     def connect(self, timeout: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
         return kind(self.host, self.port, timeout=timeout)
-
-    def count_idle(self, change: int) -> None:
-        with self._lock:
-            self._idle += change
 
 
 class Call:
@@ -173,23 +153,6 @@ def _parse(data: bytes, path: str) -> Any:
         raise EndpointError(f"{path} answered no JSON: {text[:200]!r}") from None
 
 
-def _serve(jobs: "queue.SimpleQueue[Any]", caller: "weakref.ref[Caller]") -> None:
-    def count(change: int) -> None:
-        if (alive := caller()) is not None:
-            alive.count_idle(change)
-
-    while True:
-        count(1)
-        job = jobs.get()
-        count(-1)
-        if job is None:
-            return
-        call, work, when_done = job
-        call.run(work)
-        when_done()
-        del job, call, work, when_done
-
-
-def _stop(jobs: "queue.SimpleQueue[Any]", count: int) -> None:
-    for _ in range(count):
-        jobs.put(None)
+def _run_call(call: Call, work: Callable[[Call], Any], when_done: Callable[[], None]) -> None:
+    call.run(work)
+    when_done()
