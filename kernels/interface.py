@@ -96,8 +96,8 @@ class Backend(Protocol):
     def kv_pool(self, spec: KVSpec) -> KVPool:
         """Allocate. Raises MemoryError with the sizes if it cannot."""
 
-    def compile(self, forward: Forward, kv: KVPool) -> Callable[[StepBatch], Logits]:
-        """Bind a model's forward to this backend. The result runs one batch; it validates the batch's shapes cheaply (LayoutError)."""
+    def compile(self, forward: Forward, kv: Any) -> Callable[[StepBatch], Logits]:
+        """Bind a model's forward to this backend and one of its own KV pools. The result runs one batch; it validates the batch's shapes cheaply (LayoutError)."""
 
     def sample(self, logits: Logits, batch: SamplingBatch) -> Sampled:
         """Choose one token per row of logits."""

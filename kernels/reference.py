@@ -281,7 +281,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, spec: KVSpec) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     except RuntimeError as fault:
         size = spec.num_layers * int(np.prod(shape, dtype=object)) * dtype.itemsize
-        raise MemoryError(f"{spec.num_pages} KV pages of {spec.page_size} tokens need {size / 2**30:.1f} GiB: {fault}") from fault
+        raise MemoryError(
+            f"{spec.num_pages} KV pages of {spec.page_size} tokens need {size / 2**30:.1f} GiB: {fault}"
+        ) from fault
 
 
 def check_pages(pages: NDArray[np.int32], spec: KVSpec) -> None:
@@ -296,8 +298,15 @@ def check_batch(batch: StepBatch, spec: KVSpec) -> None:
     pages = np.diff(batch.page_indptr)
     if num_rows == 0 or len(new) != num_rows or len(pages) != num_rows:
         raise LayoutError(f"{num_rows} rows with {len(new)} token ranges and {len(pages)} page tables")
-    if new.min() < 1 or batch.q_indptr[0] != 0 or batch.q_indptr[-1] != num_tokens or len(batch.positions) != num_tokens:
-        raise LayoutError(f"q_indptr {batch.q_indptr[0]}..{batch.q_indptr[-1]} does not cover {num_tokens} tokens, one or more per row")
+    if (
+        new.min() < 1
+        or batch.q_indptr[0] != 0
+        or batch.q_indptr[-1] != num_tokens
+        or len(batch.positions) != num_tokens
+    ):
+        raise LayoutError(
+            f"q_indptr {batch.q_indptr[0]}..{batch.q_indptr[-1]} does not cover {num_tokens} tokens, one or more per row"
+        )
     if (new > batch.kv_lens).any() or (pages * spec.page_size < batch.kv_lens).any():
         raise LayoutError("a row's kv_len is smaller than its new tokens, or larger than its pages hold")
     if batch.page_indptr[0] != 0 or pages.min() < 0 or batch.page_indptr[-1] > len(batch.page_ids):

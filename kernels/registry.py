@@ -31,7 +31,11 @@ def backend(name: str = "auto", *, precision: str = "fast", num_threads: int | N
     except BackendUnavailable as fault:
         if name == "cpu":
             raise
-        warnings.warn(f"{fault} Falling back to the 'reference' backend, which is many times slower.", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{fault} Falling back to the 'reference' backend, which is many times slower.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return ReferenceBackend(num_threads=num_threads)
 
 

@@ -28,7 +28,9 @@ _TOKEN = re.compile(
     |(?P<mark>[|().])""",
     re.VERBOSE,
 )
-_ESCAPE = re.compile(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([nrt\\"\[\]^/-]))|([^\\])', re.DOTALL)
+_ESCAPE = re.compile(
+    r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([nrt\\"\[\]^/-]))|([^\\])', re.DOTALL
+)
 _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 _REGEX_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
@@ -214,7 +216,9 @@ class _Parser:
 
     def _at_rule(self) -> bool:
         """Whether the next rule begins here, or the text ends."""
-        return self._peek().kind == "end" or (self._peek().kind == "name" and self._tokens[self._next + 1].kind == "define")
+        return self._peek().kind == "end" or (
+            self._peek().kind == "name" and self._tokens[self._next + 1].kind == "define"
+        )
 
     def _take(self, kind: str, what: str) -> _Token:
         token = self._peek()

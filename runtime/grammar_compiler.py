@@ -7,6 +7,8 @@ parent: its standard input closes.
 What the child accepts compiles in the worker within the same time. Verdicts are kept, so a grammar is compiled here once.
 """
 
+import contextlib
+import os
 import resource
 import select
 import signal
@@ -109,7 +111,7 @@ class GrammarCompiler:
         line = b""
         while not line.endswith(b"\n"):
             readable, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            part = child.stdout.read1(65536) if readable else b""
+            part = os.read(child.stdout.fileno(), 65536) if readable else b""
             if not part:
                 return None
             line += part
@@ -127,10 +129,8 @@ class GrammarCompiler:
             child.kill()
             status = child.wait()
         for pipe in (child.stdin, child.stdout):
-            try:
+            with contextlib.suppress(BrokenPipeError):  # what it never read is lost with it
                 pipe.close()
-            except BrokenPipeError:  # what it never read is lost with it
-                pass
         return status
 
 

@@ -108,8 +108,10 @@ class _Bytes:
     is_tokenizer_wrapper = True  # how llguidance knows what it may be given
     eos_token_id = 256
     bos_token_id = None
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-    special_token_ids = [256]
+
+    def __init__(self) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+        self.special_token_ids = [256]
 
     def __call__(self, text: str) -> list[int]:
         return list(text.encode())

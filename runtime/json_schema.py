@@ -1,6 +1,6 @@
 """Which JSON schemas we honour. Every other keyword is refused, by name and path: none is accepted and then ignored.
 
-HONOURED below is the table; `docs` are generated from nothing else. What a keyword means is JSON Schema 2020-12. Further rules:
+HONOURED and APPLICATORS below are the table (docs/grammars.md shows it). What a keyword means is JSON Schema 2020-12. Further rules:
 
 - `$ref` points into the document (`#` or `#/...`), at a schema; nothing is fetched.
 - A schema that no finite document satisfies (A -> A, or an object that requires itself) is refused.
@@ -12,6 +12,7 @@ HONOURED below is the table; `docs` are generated from nothing else. What a keyw
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 MAX_DEPTH = 64
 MAX_SCHEMAS = 10_000
@@ -73,7 +74,9 @@ def check_schema(schema: Any) -> None:
 def blame(schema: Any, message: str) -> str:
     """The path of the keyword that a message of the compiler speaks of, as far as that is clear; else the root's."""
     named = [name for name in (*HONOURED, *APPLICATORS) if name in message]
-    paths = [path for path, part in _walk(schema, "#", 0) if isinstance(part, dict) and any(name in part for name in named)]
+    paths = [
+        path for path, part in _walk(schema, "#", 0) if isinstance(part, dict) and any(name in part for name in named)
+    ]
     return paths[0] if paths else "#"
 
 
@@ -101,7 +104,9 @@ def _check_number(name: str) -> Checker:
     def check(value: Any, schema: dict[str, Any], path: str) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) <= MAX_NUMBER:
-            raise SchemaError(f"{name} is {_shown(value)}; it must be a number of at most {MAX_NUMBER} either way", path)
+            raise SchemaError(
+                f"{name} is {_shown(value)}; it must be a number of at most {MAX_NUMBER} either way", path
+            )
 
     return check
 
@@ -255,7 +260,7 @@ def _target(reference: str, path: str) -> str:
         raise SchemaError(f"$ref {_shown(reference)} leaves the document; nothing is fetched", path)
     if reference != "#" and not reference.startswith("#/"):
         raise SchemaError(f"$ref {_shown(reference)} is not a pointer; write #/$defs/...", path)
-    return reference
+    return unquote(reference)
 
 
 # ---------------------------------------------------------------- whether a schema can be finished
@@ -297,7 +302,9 @@ def _is_finite(path: str, schema: Any, references: dict[str, str], ending: set[s
     kinds = {kinds} if isinstance(kinds, str) else set(kinds)
     if "enum" in schema or "const" in schema or kinds - {"array", "object"}:
         return True
-    return ("array" in kinds and _array_ends(path, schema, ending)) or ("object" in kinds and _object_ends(path, schema, ending))
+    return ("array" in kinds and _array_ends(path, schema, ending)) or (
+        "object" in kinds and _object_ends(path, schema, ending)
+    )
 
 
 def _array_ends(path: str, schema: dict[str, Any], ending: set[str]) -> bool:

@@ -94,7 +94,9 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, Future[tuple[LLMatcher, TokenTable]]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    def start(self, grammar: Grammar, *, generated: list[int], stop_ids: frozenset[int], forcing: bool) -> "GrammarState":
+    def start(
+        self, grammar: Grammar, *, generated: list[int], stop_ids: frozenset[int], forcing: bool
+    ) -> "GrammarState":
         """The state after `generated`. Compiling goes on behind it; whoever first needs the grammar calls `wait`."""
         compiled = self._compiled.get(grammar)
         if compiled is None or (compiled.done() and compiled.exception() is not None):

@@ -35,7 +35,11 @@ def choose_num_pages(page_bytes: int, page_size: int, *, num_pages: int | None, 
                 f"at most {free // page_bytes} pages fit; lower num_pages, or choose a smaller kv_dtype"
             )
         return num_pages
-    limit = budget_bytes if budget_bytes is not None else min(int(free * DEFAULT_SHARE), -(-DEFAULT_TOKENS // page_size) * page_bytes)
+    limit = (
+        budget_bytes
+        if budget_bytes is not None
+        else min(int(free * DEFAULT_SHARE), -(-DEFAULT_TOKENS // page_size) * page_bytes)
+    )
     if not page_bytes <= limit <= free:
         raise MemoryError(
             f"the KV pool may take {_gib(limit)} of {_gib(free)} free memory, and one page of {page_size} tokens takes "

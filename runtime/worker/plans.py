@@ -71,7 +71,9 @@ def token_positions(rows: Rows, trees: tuple[ScoreTree, ...]) -> Ints:
     """Rotary position of each token: in a line, but by depth inside a tree."""
     if len(rows.num_new) == rows.q_indptr[-1]:
         return rows.first_pos  # one token each
-    positions = np.arange(rows.q_indptr[-1], dtype=np.int32) + np.repeat(rows.first_pos - rows.q_indptr[:-1], rows.num_new)
+    positions = np.arange(rows.q_indptr[-1], dtype=np.int32) + np.repeat(
+        rows.first_pos - rows.q_indptr[:-1], rows.num_new
+    )
     for tree in trees:
         end = rows.q_indptr[rows.index(tree.row) + 1]
         parents = as_ints(tree.parents)
@@ -96,7 +98,7 @@ def wanted_logits(rows: Rows, trees: tuple[ScoreTree, ...]) -> Ints:
     sampled = rows.samples.tokens
     if not trees and not rows.prompt_logprobs.any() and (len(sampled) < 2 or (np.diff(sampled) > 0).all()):
         return sampled
-    wanted = [sampled, *(prompt_tokens(rows, r) for r in np.flatnonzero(rows.prompt_logprobs))]
+    wanted = [sampled, *(prompt_tokens(rows, r) for r in np.flatnonzero(rows.prompt_logprobs).tolist())]
     wanted += [target_tokens(rows, tree) for tree in trees]
     return np.unique(np.concatenate(wanted)).astype(np.int32)
 

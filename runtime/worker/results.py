@@ -31,8 +31,10 @@ class Results:
 
     def message(self, forward_us: float) -> StepResult:
         slots, counts, token_ids, grammar_done = (
-            b"".join(map(ints, column)) for column in zip(*self._samples, strict=True)
-        ) if self._samples else (b"", b"", b"", b"")
+            (b"".join(map(ints, column)) for column in zip(*self._samples, strict=True))
+            if self._samples
+            else (b"", b"", b"", b"")
+        )
         return StepResult(
             step_id=self.step_id,
             slots=slots,
@@ -53,9 +55,7 @@ def sampled_logprobs(slot: int, token_id: int, row: int, sampled: Sampled) -> Sl
     top = sampled.tops[row]
     return SlotLogprobs(
         slot,
-        TokenLogprobs(
-            (token_id,), (float(sampled.logprobs[row]),), (as_top(*top) if top is not None else ((), ()),)
-        ),
+        TokenLogprobs((token_id,), (float(sampled.logprobs[row]),), (as_top(*top) if top is not None else ((), ()),)),
     )
 
 

@@ -76,8 +76,8 @@ def draw_tokens(
     """
     has_extras = slots.has_extras[draws.slots]
     if not has_extras.any():
-        sampled = backend.sample(logits, _batch(slots, draws, Edits(num_rows, vocab_size), num_rows, vocab_limit))
-        return _keep_plain(slots, draws, sampled)
+        plain = backend.sample(logits, _batch(slots, draws, Edits(num_rows, vocab_size), num_rows, vocab_limit))
+        return _keep_plain(slots, draws, plain)
     special = np.flatnonzero(has_extras)
     failures: dict[int, str] = {}
     dictated = _dictated(slots, draws, special, failures)
@@ -96,7 +96,9 @@ def draw_tokens(
 # ---------------------------------------------------------------- before the draw
 
 
-def _dictated(slots: Slots, draws: Draws, special: NDArray[np.intp], failures: dict[int, str]) -> dict[int, list[int] | None]:
+def _dictated(
+    slots: Slots, draws: Draws, special: NDArray[np.intp], failures: dict[int, str]
+) -> dict[int, list[int] | None]:
     """Tokens that need no draw, by index of the draw; None where the grammar is still being compiled."""
     dictated: dict[int, list[int] | None] = {}
     deadline = time.monotonic() + (PATIENCE_S if len(special) < len(draws) else LONELY_PATIENCE_S)

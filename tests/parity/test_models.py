@@ -8,6 +8,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from support.tiny_models import make_tiny_llama
+from support.worker_driver import Driver
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
 from anabranch.kernels.layout import KVSpec, StepBatch
 from anabranch.kernels.reference import ReferenceBackend
 from anabranch.runtime.models_cache import default_model_path
@@ -15,9 +19,6 @@ from anabranch.runtime.tokenizer.model_text import open_model_text
 from anabranch.runtime.worker.loading.checkpoint import open_checkpoint
 from anabranch.runtime.worker.models.registry import build_model
 from anabranch.runtime.worker.worker import Worker
-from support.tiny_models import make_tiny_llama
-from support.worker_driver import Driver
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 TOLERANCE = 1e-3  # of logits
 
@@ -57,7 +58,12 @@ def ours(path: Path, ids: list[int], chunks: list[int], page_size: int = 4) -> n
     num_pages = -(-len(ids) // page_size)
     pool = backend.kv_pool(KVSpec(num_pages, page_size, c.num_layers, c.num_kv_heads, c.head_dim, "f32"))
     pool.poison_pages(np.arange(num_pages, dtype=np.int32))
-    run, table, out, start = backend.compile(model.forward, pool), np.arange(num_pages, dtype=np.int32)[::-1].copy(), [], 0
+    run, table, out, start = (
+        backend.compile(model.forward, pool),
+        np.arange(num_pages, dtype=np.int32)[::-1].copy(),
+        [],
+        0,
+    )
     for size in chunks:
         stop = start + size
         i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
@@ -142,7 +148,9 @@ def test_the_default_model_equals_transformers(real: tuple[Path, Any]) -> None:
         "Say hello in Spanish.", "Who wrote Hamlet?", "Finish: roses are red,", "Give a synonym of quick.",
     ]  # fmt: skip
     with torch.inference_mode():
-        ids = vocabulary.encode_control(text.format("Explain paging in two sentences, with an example from a library.") * 4)
+        ids = vocabulary.encode_control(
+            text.format("Explain paging in two sentences, with an example from a library.") * 4
+        )
         expected = model(torch.tensor([ids])).logits[0].numpy()
         found = ours(path, ids, [60, 1, len(ids) - 61], page_size=16)
         assert np.abs(found - expected).max() < TOLERANCE

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from anabranch.runtime.messages import (
     RowError,
     SamplingParams,
@@ -129,7 +130,9 @@ class Driver:
             branch.sent = len(branch.pages)
             if row.tree:
                 _, parents, targets = row.tree
-                trees.append(ScoreTree(number, ints(parents), ints([n for n, _ in targets]), ints([t for _, t in targets])))
+                trees.append(
+                    ScoreTree(number, ints(parents), ints([n for n, _ in targets]), ints([t for _, t in targets]))
+                )
         hosts = [next((i for i, other in enumerate(rows) if other.branch is row.host), n) for n, row in enumerate(rows)]
         plan = StepPlan(
             step_id=self.step_id, starts=tuple(self._starts), ends=tuple(self._ends),
@@ -144,7 +147,11 @@ class Driver:
     def take(self, rows: Sequence[Row], result: StepResult) -> None:
         branches = {row.branch.slot: row.branch for row in rows}
         for row in rows:
-            tokens = 1 if row.feedback else (row.num_new if row.num_new is not None else len(row.branch.tokens) - row.branch.computed)
+            tokens = (
+                1
+                if row.feedback
+                else (row.num_new if row.num_new is not None else len(row.branch.tokens) - row.branch.computed)
+            )
             row.branch.computed += 0 if row.host else tokens
             row.branch.steps += 1
         for error in result.errors:
@@ -160,7 +167,9 @@ class Driver:
         for entry in result.prompt_logprobs:
             branches[entry.slot].prompt_logprobs.append(entry.logprobs)
 
-    def generate(self, branch: Branch, num_tokens: int, *, stop: Sequence[int] = (), max_steps: int = 1000) -> list[int]:
+    def generate(
+        self, branch: Branch, num_tokens: int, *, stop: Sequence[int] = (), max_steps: int = 1000
+    ) -> list[int]:
         """Alone, until enough tokens, a stop token, the end of its grammar, or an error."""
         for _ in range(max_steps):
             if len(branch.output) >= num_tokens or branch.done or branch.error or set(branch.output) & set(stop):

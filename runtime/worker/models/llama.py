@@ -91,7 +91,9 @@ def _matrix(
 ) -> Weight:
     """One matrix from parts (name: rows) stacked by rows."""
     raw = [checkpoint.take(f"{name}.weight", (rows, columns)) for name, rows in parts.items()]
-    return backend.matrix(raw, [checkpoint.take(f"{name}.bias", (rows,)) for name, rows in parts.items()] if bias else ())
+    return backend.matrix(
+        raw, [checkpoint.take(f"{name}.bias", (rows,)) for name, rows in parts.items()] if bias else ()
+    )
 
 
 def _vector(checkpoint: Checkpoint, backend: Backend, name: str, width: int) -> Weight:

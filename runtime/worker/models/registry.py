@@ -19,12 +19,16 @@ class Model(Protocol):
     def forward(self, ops: Ops) -> Logits: ...
 
 
-BUILDERS: dict[str, Callable[[Checkpoint, Backend], Model]] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), build_llama)
+BUILDERS: dict[str, Callable[[Checkpoint, Backend], Model]] = dict.fromkeys(
+    ("llama", "mistral", "qwen2", "qwen3"), build_llama
+)
 
 
 def build_model(checkpoint: Checkpoint, backend: Backend) -> tuple[Model, LoadReport]:
     """The model, and the proof that each parameter was set once and no tensor is left. Raises CheckpointError."""
     build = BUILDERS.get(checkpoint.config.family)
     if build is None:
-        refuse(checkpoint.path, f"no module builds {checkpoint.config.family!r} models; known are {', '.join(BUILDERS)}")
+        refuse(
+            checkpoint.path, f"no module builds {checkpoint.config.family!r} models; known are {', '.join(BUILDERS)}"
+        )
     return build(checkpoint, backend), checkpoint.finish()

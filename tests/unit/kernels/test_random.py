@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from anabranch.kernels.random import philox4x32, uniform
 
 # Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, result.

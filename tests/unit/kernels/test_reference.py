@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from anabranch.kernels.formats import RawTensor
 from anabranch.kernels.interface import AttentionShape, Rope
 from anabranch.kernels.layout import KVSpec, LayoutError, StepBatch, TreeMask
 from anabranch.kernels.reference import Matrix, ReferenceBackend, ReferenceKVPool, ReferenceOps
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 8, 24
 ROPE = Rope(10000.0 ** (-np.arange(0, DIM, 2) / DIM), magnitude=1.1)
@@ -48,7 +49,9 @@ class Layer:
         out = np.zeros((len(tokens), HEADS, DIM))
         for i in range(len(tokens)):
             for h in range(HEADS):
-                scores = np.array([q[i, h] @ k[j, h // 2] * self.shape.scale if sees[i, j] else -np.inf for j in range(len(tokens))])
+                scores = np.array(
+                    [q[i, h] @ k[j, h // 2] * self.shape.scale if sees[i, j] else -np.inf for j in range(len(tokens))]
+                )
                 weights = np.exp(scores - scores.max())
                 out[i, h] = (weights / weights.sum()) @ v[:, h // 2]
         return out.reshape(len(tokens), -1)
@@ -86,7 +89,9 @@ class Sequence:
         self.pages = [free.pop() for _ in range(-(-len(tokens) // page_size))]
 
 
-def batch_of(parts: list[tuple[Sequence, int]], trees: tuple[TreeMask, ...] = (), positions: list[int] | None = None) -> StepBatch:
+def batch_of(
+    parts: list[tuple[Sequence, int]], trees: tuple[TreeMask, ...] = (), positions: list[int] | None = None
+) -> StepBatch:
     """The next `n` tokens of each sequence."""
     tokens = [t for s, n in parts for t in s.tokens[s.done : s.done + n]]
     places = [p for s, n in parts for p in range(s.done, s.done + n)]
@@ -99,7 +104,9 @@ def batch_of(parts: list[tuple[Sequence, int]], trees: tuple[TreeMask, ...] = ()
     )  # fmt: skip
 
 
-def run_all(layer: Layer, sequences: list[Sequence], pool: ReferenceKVPool, rng: np.random.Generator) -> list[np.ndarray]:
+def run_all(
+    layer: Layer, sequences: list[Sequence], pool: ReferenceKVPool, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Compute every sequence in random chunks, several rows in a step."""
     backend, outputs = ReferenceBackend(), [[] for _ in sequences]
     while waiting := [i for i, s in enumerate(sequences) if s.done < len(s.tokens)]:
@@ -131,7 +138,9 @@ def test_chunked_paged_attention_is_dense_attention(seed, page_size, window, bia
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), window=st.sampled_from([None, 4]), prefix=st.integers(0, 9), size=st.integers(1, 12))
+@given(
+    seed=st.integers(0, 10_000), window=st.sampled_from([None, 4]), prefix=st.integers(0, 9), size=st.integers(1, 12)
+)
 def test_tree_tokens_see_the_prefix_their_ancestors_and_themselves(seed, window, prefix, size) -> None:
     rng = np.random.default_rng(seed)
     layer = Layer(seed, window=window)
@@ -186,10 +195,18 @@ def test_copied_pages_hold_the_same_keys_and_values_in_every_layer() -> None:
     for dtype in ("f32", "int8"):
         pool = ReferenceKVPool(KVSpec(4, 2, 3, KV_HEADS, DIM, dtype))
         for layer in range(3):
-            pool.write(layer, torch.tensor([1]), torch.tensor([1]), torch.randn(1, KV_HEADS, DIM), torch.randn(1, KV_HEADS, DIM))
+            pool.write(
+                layer,
+                torch.tensor([1]),
+                torch.tensor([1]),
+                torch.randn(1, KV_HEADS, DIM),
+                torch.randn(1, KV_HEADS, DIM),
+            )
         pool.copy_pages(np.array([1], np.int32), np.array([3], np.int32))
         for layer in range(3):
-            for ours, theirs in zip(pool.read(layer, torch.tensor([1]), 0, 2), pool.read(layer, torch.tensor([3]), 0, 2), strict=True):
+            for ours, theirs in zip(
+                pool.read(layer, torch.tensor([1]), 0, 2), pool.read(layer, torch.tensor([3]), 0, 2), strict=True
+            ):
                 assert torch.equal(ours, theirs) and ours.abs().max() > 0
 
 
@@ -232,12 +249,17 @@ def test_the_gated_mlp_and_the_projections_follow_their_formulas() -> None:
 
     pool = ReferenceKVPool(KVSpec(2, 4, 1, KV_HEADS, DIM, "f32"))
     batch = batch_of([(Sequence([1, 2, 3], 4, [0]), 3)])
-    batch = StepBatch(*(getattr(batch, n) for n in ("token_ids", "positions", "q_indptr", "kv_lens", "page_indptr", "page_ids")), np.array([2], np.int32))
+    batch = StepBatch(
+        *(getattr(batch, n) for n in ("token_ids", "positions", "q_indptr", "kv_lens", "page_indptr", "page_ids")),
+        np.array([2], np.int32),
+    )
     normed = lambda x: x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * norm  # noqa: E731
     x = table[3]
     gate, up = w["gate"] @ normed(x), w["up"] @ normed(x)
     x = x + w["down"] @ (gate / (1 + np.exp(-gate)) * up) + bias
-    np.testing.assert_allclose(backend.compile(forward, pool)(batch).numpy()[0], w["head"] @ normed(x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        backend.compile(forward, pool)(batch).numpy()[0], w["head"] @ normed(x), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from anabranch.kernels import sampling
-from anabranch.kernels.layout import LayoutError, SamplingBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from anabranch.kernels import sampling
+from anabranch.kernels.layout import LayoutError, SamplingBatch
 
 VOCAB = 40
 
@@ -14,7 +15,16 @@ def batch(rows: int = 1, **columns: object) -> SamplingBatch:
         "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seeds": np.uint64,
         "paths": np.uint64, "positions": np.uint64, "num_top_logprobs": np.int32,
     }  # fmt: skip
-    values = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seeds": 0, "paths": 0, "positions": 0, "num_top_logprobs": -1}
+    values = {
+        "temperature": 0,
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+        "seeds": 0,
+        "paths": 0,
+        "positions": 0,
+        "num_top_logprobs": -1,
+    }
     filled = {n: np.broadcast_to(np.asarray(columns.pop(n, values[n])), rows).astype(t) for n, t in defaults.items()}
     return SamplingBatch(**filled, **columns)  # type: ignore[arg-type]
 
@@ -121,8 +131,14 @@ def test_masked_tokens_are_never_sampled_whatever_their_bias(seed: int) -> None:
     allowed = rng.random((4, VOCAB)) < 0.2
     allowed[:, rng.integers(VOCAB)] = True
     rows, ids = np.nonzero(~allowed)
-    edits = {"bias_rows": rows.astype(np.int32), "bias_ids": ids.astype(np.int32), "bias_values": np.full(len(ids), 100, np.float32)}
-    sampled = sampling.sample(random_logits(4, seed), batch(4, temperature=1, seeds=seed, positions=np.arange(4), mask=pack(allowed), **edits))
+    edits = {
+        "bias_rows": rows.astype(np.int32),
+        "bias_ids": ids.astype(np.int32),
+        "bias_values": np.full(len(ids), 100, np.float32),
+    }
+    sampled = sampling.sample(
+        random_logits(4, seed), batch(4, temperature=1, seeds=seed, positions=np.arange(4), mask=pack(allowed), **edits)
+    )
     assert allowed[np.arange(4), sampled.token_ids].all()
 
 
@@ -138,7 +154,9 @@ def test_ids_without_a_token_are_never_sampled() -> None:
     logits = random_logits(1)
     logits[0, 30:] = 50
     assert sampling.sample(logits, batch(vocab_limit=30)).token_ids[0] < 30
-    hot = sampling.sample(np.repeat(logits, 200, 0), batch(200, temperature=5, positions=np.arange(200), vocab_limit=30))
+    hot = sampling.sample(
+        np.repeat(logits, 200, 0), batch(200, temperature=5, positions=np.arange(200), vocab_limit=30)
+    )
     assert hot.token_ids.max() < 30
 
 
@@ -173,7 +191,11 @@ def test_each_row_of_a_mixed_batch_is_as_it_would_be_alone() -> None:
 def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = random_logits(2)
     expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
-    edits = {"bias_rows": np.zeros(1, np.int32), "bias_ids": np.full(1, 3, np.int32), "bias_values": np.full(1, 90, np.float32)}
+    edits = {
+        "bias_rows": np.zeros(1, np.int32),
+        "bias_ids": np.full(1, 3, np.int32),
+        "bias_values": np.full(1, 90, np.float32),
+    }
     for temperature in (0, 0.7, 1.5):
         sampled = sampling.sample(logits, batch(2, temperature=temperature, num_top_logprobs=[3, 0], **edits))
         assert sampled.token_ids[0] == 3
@@ -197,7 +219,9 @@ def test_top_logprobs_break_ties_by_id_and_sum_to_at_most_one() -> None:
 def test_logprobs_of_marks_the_argmax() -> None:
     logits = random_logits(2)
     best = int(logits[1].argmax())
-    values, is_best = sampling.logprobs_of(logits, np.array([1, 1], np.int32), np.array([best, (best + 1) % VOCAB], np.int32))
+    values, is_best = sampling.logprobs_of(
+        logits, np.array([1, 1], np.int32), np.array([best, (best + 1) % VOCAB], np.int32)
+    )
     assert is_best.tolist() == [True, False] and values[0] > values[1]
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.tiny_models import make_puppet_map, make_tiny_llama
+from support.tokenizers import byte_bpe_tokenizer
+from support.worker_driver import GREEDY, Branch, Driver, Row, errors_of, scores_of
+
 from anabranch.kernels.random import uniform
 from anabranch.runtime.messages import SamplingParams, StepPlan, as_ints, ints
 from anabranch.runtime.tokenizer.model_text import open_model_text
 from anabranch.runtime.worker.worker import Worker
-from support.tiny_models import make_puppet_map, make_tiny_llama
-from support.tokenizers import byte_bpe_tokenizer
-from support.worker_driver import GREEDY, Branch, Driver, Row, errors_of, scores_of
 
 VOCAB = 512
 TOLERANCE = 1e-4
@@ -27,7 +28,13 @@ def make(tiny: Path) -> Iterator[Callable[..., Driver]]:
     opened: list[Worker] = []
 
     def make_driver(path: Path = tiny, **options: object) -> Driver:
-        defaults = {"backend": "reference", "num_pages": 256, "page_size": 4, "max_slots": 16, "poison_fresh_pages": True}
+        defaults = {
+            "backend": "reference",
+            "num_pages": 256,
+            "page_size": 4,
+            "max_slots": 16,
+            "poison_fresh_pages": True,
+        }
         opened.append(Worker(path, **(defaults | options)))  # type: ignore[arg-type]
         return Driver(opened[-1])
 
@@ -244,16 +251,18 @@ def test_scores_say_whether_a_token_is_the_most_likely_one(make: Callable[..., D
 def test_min_tokens_holds_back_the_end_and_nothing_else(tmp_path: Path, make: Callable[..., Driver]) -> None:
     tokenizer = byte_bpe_tokenizer(300)
     end = tokenizer.eos_id
-    puppet = make_puppet_map(tmp_path / "p", dict.fromkeys(range(300), {end: 0.9, 50: 0.1}), tokenizer)
+    puppet = make_puppet_map(tmp_path / "p", {token: {end: 0.9, 50: 0.1} for token in range(300)}, tokenizer)
     driver = make(puppet)
     assert alone(driver, [60, 61], GREEDY, 1).output == [end]
     patient = SamplingParams(temperature=0.0, min_tokens=5, banned_until_min=(end,))
     assert alone(driver, [60, 61], patient, 6).output == [50] * 5 + [end]
 
 
-def test_the_highest_id_can_be_biased_and_ids_without_a_token_never_come(tmp_path: Path, make: Callable[..., Driver]) -> None:
+def test_the_highest_id_can_be_biased_and_ids_without_a_token_never_come(
+    tmp_path: Path, make: Callable[..., Driver]
+) -> None:
     tokenizer = byte_bpe_tokenizer(300)
-    path = make_puppet_map(tmp_path / "p", dict.fromkeys(range(300), {50: 0.5, 310: 0.5}), tokenizer, vocab=320)
+    path = make_puppet_map(tmp_path / "p", {token: {50: 0.5, 310: 0.5} for token in range(300)}, tokenizer, vocab=320)
     text = open_model_text(path)
     driver = make(path, vocabulary=text.vocabulary)
     assert text.vocabulary.num_tokens == 300
@@ -265,12 +274,17 @@ def test_the_highest_id_can_be_biased_and_ids_without_a_token_never_come(tmp_pat
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 9e-6])
 def test_tiny_temperatures_are_greedy(make: Callable[..., Driver], temperature: float) -> None:
     driver = make()
-    assert alone(driver, prompt(9), SamplingParams(temperature=temperature, seed=3), 8).output == alone(driver, prompt(9), GREEDY, 8).output
+    assert (
+        alone(driver, prompt(9), SamplingParams(temperature=temperature, seed=3), 8).output
+        == alone(driver, prompt(9), GREEDY, 8).output
+    )
 
 
-def test_a_draw_is_the_inverse_of_the_cdf_at_the_number_of_seed_path_and_position(tmp_path: Path, make: Callable[..., Driver]) -> None:
+def test_a_draw_is_the_inverse_of_the_cdf_at_the_number_of_seed_path_and_position(
+    tmp_path: Path, make: Callable[..., Driver]
+) -> None:
     tokenizer = byte_bpe_tokenizer(300)
-    path = make_puppet_map(tmp_path / "p", dict.fromkeys(range(300), {40: 0.25, 41: 0.25, 42: 0.5}), tokenizer)
+    path = make_puppet_map(tmp_path / "p", {token: {40: 0.25, 41: 0.25, 42: 0.5} for token in range(300)}, tokenizer)
     driver = make(path)
     output = alone(driver, [60] * 5, SamplingParams(temperature=1.0, seed=11), 30, path=13).output
     draws = uniform(np.uint64(11), np.uint64(13), np.arange(5, 35, dtype=np.uint64))
@@ -280,7 +294,9 @@ def test_a_draw_is_the_inverse_of_the_cdf_at_the_number_of_seed_path_and_positio
 # ---------------------------------------------------------------- rows that fail
 
 
-def test_a_row_that_is_not_finite_fails_alone_and_its_slot_can_be_used_again(tmp_path: Path, make: Callable[..., Driver]) -> None:
+def test_a_row_that_is_not_finite_fails_alone_and_its_slot_can_be_used_again(
+    tmp_path: Path, make: Callable[..., Driver]
+) -> None:
     path = make_tiny_llama(tmp_path / "m", seed=3)
     damaged = make(path)
     table = damaged.worker._model.embedding.weight  # type: ignore[attr-defined]  # the reference's own tensor
