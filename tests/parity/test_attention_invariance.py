@@ -174,11 +174,12 @@ def test_layers_do_not_mix() -> None:
     assert same(world.run([Row("s", 50, 1)], layer=0)[0], first[-1:])
 
 
-def test_avx2_and_avx512_give_the_same_bits() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_avx2_and_avx512_give_the_same_bits(dtype: str) -> None:
     library = native.library()
     if library.anb_set_isa(2) != 2:
         pytest.skip("this machine has no avx512")
-    shape = Shape(9, 3, 64, "f16")
+    shape = Shape(9, 3, 64, dtype)
     world = World(shape, {"s": sequence(shape)})
     wide = world.run([Row("s", LENGTH, LENGTH)])[0]
     library.anb_set_isa(1)

@@ -22,6 +22,7 @@ constexpr int kSpanRows = 256;         // query rows of a span at most: their st
 constexpr int kMinSpanRows = 24;       // not cut below this: each span widens its blocks
 constexpr int kMinSplitBlocks = 4;     // a span with fewer blocks is cut by rows instead
 constexpr float kBlockOverhead = 3.0f; // query rows' worth of work in reading a block
+constexpr int kMaxI8Dim = 512;         // sums of products fit an int32 up to here
 constexpr float kSerialCost = 2.0f * kBlock * 8;  // less than this is not worth waking threads
 
 const AttentionKernels& kernels() {
@@ -435,6 +436,7 @@ extern "C" int64_t anb_kv_layout(KVPool* kv) {
     return 0;
   if (kv->num_pages > INT_MAX || kv->page_size > (1 << 16) || kv->num_layers > (1 << 16) || kv->num_kv_heads > (1 << 16) || kv->head_dim > (1 << 14))
     return 0;
+  if (kv->type == int32_t(KVType::i8) && kv->head_dim > kMaxI8Dim) return 0;
   const int64_t size = kSizes[kv->type];
   kv->chunk = kv->page_size % 16 == 0 ? 16 : kv->page_size;
   kv->padded_dim = int32_t(round_up(size_t(kv->head_dim), 16));

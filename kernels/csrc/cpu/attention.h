@@ -21,8 +21,9 @@ class ThreadPool;
 enum class KVType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3 };
 
 // KV pages of all layers: data[layer][page_id][kv_head] -> K, V and (i8) scales of page_size slots, `head_bytes` in all.
-// K lies in chunks of `chunk` slots, each [padded_dim][chunk] (i8: [padded_dim / 4][chunk][4], stored + 128), so that slots are the
-// lanes of a vector; V is [page_size][padded_dim]. padded_dim is head_dim rounded up to 16; the padding is zero.
+// K lies in chunks of `chunk` slots, each [padded_dim][chunk], so that slots are the lanes of a vector; V is [page_size][padded_dim].
+// i8 groups what one integer instruction multiplies: K chunks are [padded_dim / 4][chunk][4], stored + 128, and V, where chunk is 16, is
+// [page_size / 4][padded_dim][4]. padded_dim is head_dim rounded up to 16; the padding is zero.
 struct KVPool {
   uint8_t* data;          // 64-byte aligned, layer_bytes * num_layers
   int64_t num_pages;
@@ -50,7 +51,7 @@ struct KVSlot {
 };
 
 // Writes K and V of `num_tokens` tokens for one KV head: k + i * k_stride and v + i * v_stride point to head_dim floats (after rope),
-// slots[i] says where they go. f16 saturates at +-65504, i8 rounds to nearest with one scale per token and head for each of K and V.
+// slots[i] says where they go. f16 saturates at +-65504, i8 rounds to nearest in 127 steps of the largest number of each token and head.
 // Different (token, head) may be written from different threads at once.
 void write_kv(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int num_tokens,
               const float* k, int64_t k_stride, const float* v, int64_t v_stride);

@@ -71,13 +71,9 @@ ANB_INLINE vf load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_load
 ANB_INLINE vf load_bfloat(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
-ANB_INLINE vf load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
-// Byte J of each of 16 groups of four, stored + 128.
-template <int J>
-ANB_INLINE vf load_i8_of_four(const uint8_t* p) {
-  const __m512i x = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0x80808080u)));
-  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * J), 24))};
-}
+// Rounded to nearest even; any number for NaN and what an int32 cannot hold.
+ANB_INLINE void store_ints(int32_t* p, vf x) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(x.v)); }
+ANB_INLINE vf load_ints(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 ANB_INLINE void scatter(float* p, int stride, vf x) {  // lane i to p[i * stride]
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_i32scatter_ps(p, _mm512_mullo_epi32(lane, _mm512_set1_epi32(stride)), x.v, 4);
@@ -145,17 +141,13 @@ ANB_INLINE __m256 widen_bfloat(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bytes(p)), 16));
 }
 ANB_INLINE vf load_bfloat(const uint16_t* p) { return {widen_bfloat(p), widen_bfloat(p + 8)}; }
-ANB_INLINE vf load_i8(const int8_t* p) {
-  const __m128i x = load_16_bytes(p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+ANB_INLINE void store_ints(int32_t* p, vf x) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_cvtps_epi32(x.a));
+  _mm256_storeu_si256((__m256i*)(p + 8), _mm256_cvtps_epi32(x.b));
 }
-template <int J>
-ANB_INLINE __m256 widen_of_four(const uint8_t* p) {
-  const __m256i x = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi32(int(0x80808080u)));
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * J), 24));
+ANB_INLINE vf load_ints(const int32_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)p)), _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)(p + 8)))};
 }
-template <int J>
-ANB_INLINE vf load_i8_of_four(const uint8_t* p) { return {widen_of_four<J>(p), widen_of_four<J>(p + 32)}; }
 ANB_INLINE void store_half(uint16_t* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
@@ -217,9 +209,10 @@ ANB_INLINE uint32_t is_equal(vf a, vf b) {
 }
 ANB_INLINE vf load_half(const uint16_t* p) { ANB_LANES(half_to_float(p[i])); }
 ANB_INLINE vf load_bfloat(const uint16_t* p) { ANB_LANES(bfloat_to_float(p[i])); }
-ANB_INLINE vf load_i8(const int8_t* p) { ANB_LANES(float(p[i])); }
-template <int J>
-ANB_INLINE vf load_i8_of_four(const uint8_t* p) { ANB_LANES(float(int(p[4 * i + J]) - 128)); }
+ANB_INLINE void store_ints(int32_t* p, vf x) {
+  for (int i = 0; i < 16; ++i) p[i] = __builtin_fabsf(x.v[i]) < 0x1p30f ? int32_t((x.v[i] + copysignf(0x1.8p23f, x.v[i])) - copysignf(0x1.8p23f, x.v[i])) : 0;
+}
+ANB_INLINE vf load_ints(const int32_t* p) { ANB_LANES(float(p[i])); }
 ANB_INLINE void store_half(uint16_t* p, vf x) {
   for (int i = 0; i < 16; ++i) p[i] = float_to_half(x.v[i]);
 }
@@ -246,6 +239,14 @@ ANB_INLINE vf exp2(vf x) { ANB_LANES(exp2_lane(x.v[i])); }
 
 #endif
 
+// The first n numbers, zeros after.
+ANB_INLINE vf load_first(const float* p, int n) {
+  if (n >= kLanes) return load(p);
+  float lanes[kLanes] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+
 #if !defined(__AVX512F__)
 ANB_INLINE void scatter(float* p, int stride, vf x) {  // lane i to p[i * stride]
   float lanes[kLanes];
@@ -253,6 +254,8 @@ ANB_INLINE void scatter(float* p, int stride, vf x) {  // lane i to p[i * stride
   for (int i = 0; i < kLanes; ++i) p[i * stride] = lanes[i];
 }
 #endif
+
+ANB_INLINE vf abs(vf x) { return max(x, sub(zero(), x)); }  // of numbers: NaN may get lost
 
 // 2^x of one number, the same bits as in a lane of exp2(vf).
 ANB_INLINE float exp2_scalar(float x) {
