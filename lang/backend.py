@@ -101,6 +101,15 @@ class Scores:
     usage: dict[str, Any] = field(default_factory=dict)
 
 
+def is_generation(result: Any) -> bool:
+    """Whether this is what `generate` gives. By its fields: a runtime may have records of its own."""
+    return hasattr(result, "finish_reason")
+
+
+def is_scores(result: Any) -> bool:
+    return hasattr(result, "best")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
     start: int

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from anabranch.lang.backend import Generation, Scores, TokenLogprobs
+from anabranch.lang.backend import Generation, Scores, TokenLogprobs, is_generation
 from anabranch.lang.choices import ChoicesDecision, greedy_matrix, mean
 from anabranch.lang.errors import ProgramError
 from anabranch.lang.ir import Select
@@ -15,7 +15,7 @@ def text_of_generation(generation: Generation) -> str:
 
 def meta_info(results: Sequence[Any], *, many: bool) -> Any:
     """One dict per result, in a list if `many`."""
-    infos = [_of_generation(r) if isinstance(r, Generation) else _of_scores(r) for r in results]
+    infos = [_of_generation(r) if is_generation(r) else _of_scores(r) for r in results]
     return infos if many else infos[0]
 
 
@@ -65,13 +65,13 @@ def logprob(result: Any, name: str, *, mean: bool) -> float:
 
 
 def token_ids(result: Any) -> tuple[int, ...]:
-    if isinstance(result, Generation):
+    if is_generation(result):
         return tuple(result.token_ids)
     return tuple(result.logprobs[result.best].token_ids)
 
 
 def _chosen_logprobs(result: Any) -> TokenLogprobs | None:
-    return result.logprobs if isinstance(result, Generation) else result.logprobs[result.best]
+    return result.logprobs if is_generation(result) else result.logprobs[result.best]
 
 
 def decide(select: Select, scores: Scores, bare: Scores | None) -> ChoicesDecision:

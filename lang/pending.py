@@ -144,15 +144,21 @@ def outcome(future: Future[Any], what: str) -> Any:
     """The result of a future that is done. A cancelled one raises our `Cancelled`, which no event loop mistakes for
     its own.
     """
-    try:
-        return future.result(0)
-    except concurrent.futures.CancelledError:
-        raise Cancelled(f"{what} was cancelled") from None
+    if (error := failure(future, what)) is not None:
+        raise error
+    return future.result(0)
 
 
 def failure(future: Future[Any], what: str) -> BaseException | None:
     """Why a future that is done has no result; None if it has one."""
-    return Cancelled(f"{what} was cancelled") if future.cancelled() else future.exception(0)
+    if future.cancelled():
+        return Cancelled(f"{what} was cancelled")
+    error = future.exception(0)
+    if getattr(error, "type", "") == "cancelled":  # the runtime's own class, which this layer does not know
+        cancelled = Cancelled(f"{what} was cancelled: {error}")
+        cancelled.__cause__ = error
+        return cancelled
+    return error
 
 
 def wait(future: Future[Any], deadline: float | None) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anabranch.lang import events
-from anabranch.lang.backend import Backend, Generation, Scores
+from anabranch.lang.backend import Backend, is_generation, is_scores
 from anabranch.lang.errors import BranchErrors, WouldBlock
 from anabranch.lang.options import Options
 from anabranch.lang.pending import failure
@@ -223,11 +223,11 @@ def _add_result(record: BranchRecord, result: Any) -> None:
     usage = getattr(result, "usage", result)
     if isinstance(usage, dict):
         record.usage.add(usage)
-    if isinstance(result, Generation):
+    if is_generation(result):
         record.length = max(record.length, int(usage.get("prompt_tokens", 0)) + len(result.token_ids))
         record.cold_length = record.length - bool(result.token_ids)
         record.preview = result.text[-PREVIEW:]
-    elif isinstance(result, Scores):
+    elif is_scores(result):
         chosen = result.logprobs[result.best].token_ids if result.logprobs else ()
         record.length = max(record.length, int(usage.get("prompt_tokens", 0)) + len(chosen))
         record.cold_length = record.length
