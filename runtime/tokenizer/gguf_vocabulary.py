@@ -65,6 +65,12 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
     return metadata.get("tokenizer.ggml.model") == "llama" or _SAME.get(str(pre), pre) == "llama-bpe"
 
 
+def unused_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids that the file calls unused: rows of the embedding that only fill it up."""
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    return [] if kinds is None else [i for i, kind in enumerate(kinds.tolist()) if kind == _UNUSED]
+
+
 def _column(path: Path, metadata: Mapping[str, Any], name: str, length: int) -> list[Any] | None:
     """A per-token array of numbers as a list."""
     values = metadata.get(f"tokenizer.ggml.{name}")

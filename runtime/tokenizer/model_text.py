@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from anabranch.runtime.tokenizer.gguf_vocabulary import adds_bos, gguf_tokenizer
+from anabranch.runtime.tokenizer.gguf_vocabulary import adds_bos, gguf_tokenizer, unused_ids
 from anabranch.runtime.tokenizer.token_bytes import UnsupportedTokenizer
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 from anabranch.runtime.worker.loading.checkpoint import find_gguf, from_gguf, read_config
@@ -60,7 +60,9 @@ def _from_gguf(file: GgufFile, config: ModelConfig) -> ModelText:
     path, metadata = file.path, file.metadata
     tokenizer = gguf_tokenizer(path, metadata)
     ends = config.eos_token_ids
-    vocabulary = _vocabulary(path, tokenizer, config, (), config.bos_token_id, ends, adds_bos=adds_bos(metadata))
+    vocabulary = _vocabulary(
+        path, tokenizer, config, (), config.bos_token_id, ends, adds_bos=adds_bos(metadata), unused=unused_ids(metadata)
+    )
     named = {}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -114,6 +116,7 @@ def _vocabulary(
     ends: Iterable[int],
     *,
     adds_bos: bool | None,
+    unused: Iterable[int] = (),
 ) -> Vocabulary:
     own = tokenizer.get_vocab_size(with_added_tokens=False)
     if own > config.vocab_size:
@@ -128,6 +131,7 @@ def _vocabulary(
             bos_token_id=bos,
             eos_token_ids=ends,
             adds_bos=adds_bos,
+            unused=unused,
         )
     except UnsupportedTokenizer as fault:
         refuse(path, f"the tokenizer cannot be used: {fault}")

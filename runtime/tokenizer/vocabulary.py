@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -42,7 +43,8 @@ class Vocabulary:
     """One model's tokens.
 
     vocab_size       rows of the embedding; ids are below it
-    num_tokens       1 + the highest id below vocab_size that has a token; ids from there on are padding
+    num_tokens       1 + the highest id below vocab_size that has a token; ids from there on are padding, as are those that
+                     the model's files call unused
     bos_token_id     or None; `adds_bos` says whether the model expects it before plain text
     eos_token_ids    ids that end a generation
     unusable         tokens whose id has no embedding, by text; a text that needs one is refused
@@ -57,6 +59,7 @@ class Vocabulary:
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
         adds_bos: bool | None = None,
+        unused: Iterable[int] = (),
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -65,7 +68,8 @@ class Vocabulary:
         tokenizer.add_special_tokens(missing)
         tokens = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = vocab_size if vocab_size is not None else max(tokens) + 1
-        self._tokens = {i: token for i, token in tokens.items() if i < self.vocab_size}
+        without = frozenset(unused)
+        self._tokens = {i: token for i, token in tokens.items() if i < self.vocab_size and i not in without}
         self.num_tokens = max(self._tokens) + 1
         self.unusable = {token: i for i, token in tokens.items() if i >= self.vocab_size}
         self._decoder = TokenDecoder(tokenizer)
@@ -151,22 +155,32 @@ class Vocabulary:
         return prefix.text + text
 
     def _encode_piece(self, text: str) -> list[int]:
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except TypeError:
-            raise VocabularyError("the text holds half of a surrogate pair; it is not valid Unicode") from None
-        ids: list[int] = encoding.ids
-        if self._special_ids.isdisjoint(ids):
-            return ids
-        return self._without_special(text, ids, encoding.offsets)
+        """Ids of text between special tokens.
 
-    def _without_special(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-        """Encode again, split inside each special token that the tokenizer's own model made of text (unigram can)."""
-        for token_id, (begin, end) in zip(ids, offsets, strict=True):
-            if token_id in self._special_ids and token_id != self._unknown_id and end - begin > 1:
-                middle = (begin + end) // 2
-                return self._encode_piece(text[:middle]) + self._encode_piece(text[middle:])
+        Where the tokenizer's own model makes a special token of plain text (unigram models can), the text is cut inside it
+        and its parts are tokenized apart.
+        """
+        ids: list[int] = []
+        waiting = [text]
+        while waiting:
+            piece = waiting.pop()
+            try:
+                encoding = self._tokenizer.encode(piece, add_special_tokens=False)
+            except TypeError:
+                raise VocabularyError("the text holds half of a surrogate pair; it is not valid Unicode") from None
+            cuts = [] if self._special_ids.isdisjoint(encoding.ids) else self._middles_of_special(encoding)
+            if cuts:
+                waiting += [piece[a:b] for a, b in pairwise([0, *cuts, len(piece)])][::-1]
+            else:
+                ids += encoding.ids
         return ids
+
+    def _middles_of_special(self, encoding: tokenizers.Encoding) -> list[int]:
+        return [
+            (begin + end) // 2
+            for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if token_id in self._special_ids and token_id != self._unknown_id and end - begin > 1
+        ]
 
     @property
     def _unknown_id(self) -> int | None:

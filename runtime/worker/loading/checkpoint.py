@@ -176,13 +176,16 @@ def _read_shards(path: Path) -> dict[str, RawTensor]:
     weight_map = read_json(index_path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         refuse(index_path, f"field 'weight_map' is {shown(weight_map)}; it must map tensors to files")
-    files = list(dict.fromkeys(weight_map.values()))
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            refuse(index_path, f"lists the tensor {shown(name)} in {shown(file)}, which is not a plain file name")
+    files: list[str] = list(dict.fromkeys(weight_map.values()))
     if len(files) > MAX_SHARDS:
         refuse(index_path, f"names {len(files)} files, over the limit of {MAX_SHARDS}")
     _refuse_missing_shards(index_path, files)
     tensors: dict[str, RawTensor] = {}
     for file in files:
-        if not str(file).endswith(".safetensors"):
+        if not file.endswith(".safetensors"):
             refuse(index_path, f"names the shard {shown(file)}; shards are .safetensors files")
         shard_path = inside(path, file)
         shard = read_safetensors(shard_path)
@@ -194,7 +197,7 @@ def _read_shards(path: Path) -> dict[str, RawTensor]:
     return tensors
 
 
-def _refuse_missing_shards(index_path: Path, files: list[object]) -> None:
+def _refuse_missing_shards(index_path: Path, files: list[str]) -> None:
     missing = []
     for file in files:
         try:

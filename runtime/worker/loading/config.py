@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Never, get_args
 
 from anabranch.runtime.worker.loading.errors import refuse, shown
 from anabranch.runtime.worker.loading.fields import Fields
@@ -142,20 +142,22 @@ def config_from_json(path: Path, values: Mapping[str, Any], generation: Mapping[
 
 
 def _family(f: Fields) -> Family:
+    """From model_type and the first of `architectures`, of which either may be absent."""
     named = f.raw("architectures")
-    if isinstance(named, list) and named and named[0] not in _CLASSES:
-        _refuse_architecture(f.path, named[0])
-    model_type = f.text("model_type", None)
-    if model_type is None and isinstance(named, list) and named:
-        model_type = _CLASSES[named[0]]
-    if model_type not in FAMILIES:
-        _refuse_architecture(f.path, model_type)
-    if isinstance(named, list) and named and _CLASSES[named[0]] != model_type:
-        f.refuse("architectures", f"is {shown(named)}, but model_type is {model_type!r}")
-    return model_type
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        f.refuse("architectures", f"is {shown(named)}; it must be a list of names")
+    by_class = None
+    if named:
+        by_class = _CLASSES.get(named[0]) or _refuse_architecture(f.path, named[0])
+    family = f.text("model_type", by_class)
+    if family not in FAMILIES:
+        _refuse_architecture(f.path, family)
+    if by_class not in (None, family):
+        f.refuse("architectures", f"is {shown(named)}, but model_type is {family!r}")
+    return family
 
 
-def _refuse_architecture(path: Path, name: object) -> None:
+def _refuse_architecture(path: Path, name: object) -> Never:
     refuse(path, f"architecture {shown(name)} is not supported; supported are {', '.join(_CLASSES)}")
 
 

@@ -13,7 +13,7 @@ from support.damage import mutations
 from support.tiny_models import make_puppet, make_tiny_gguf, make_tiny_llama
 from support.tokenizers import CHATML, byte_bpe_tokenizer, sentencepiece_style_tokenizer
 
-from anabranch.runtime.tokenizer.gguf_vocabulary import adds_bos, gguf_tokenizer
+from anabranch.runtime.tokenizer.gguf_vocabulary import adds_bos, gguf_tokenizer, unused_ids
 from anabranch.runtime.tokenizer.model_text import open_model_text
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 from anabranch.runtime.worker.loading.errors import CheckpointError
@@ -207,6 +207,20 @@ def test_the_dummy_space_can_be_switched_off_in_the_metadata() -> None:
     v = Vocabulary(gguf_tokenizer(FILE, sentencepiece_metadata(_SPM) | {"tokenizer.ggml.add_space_prefix": False}))
     assert v.encode_plain("the", at_start=True) == _FROM_JSON.encode_plain("the")
     assert v.strips_leading_space == 0
+
+
+def test_rows_that_the_file_calls_unused_have_no_token() -> None:
+    import numpy as np
+
+    metadata = sentencepiece_metadata(_SPM)
+    tokens = [*metadata["tokenizer.ggml.tokens"], "[PAD512]", "[PAD513]"]
+    kinds = np.append(metadata["tokenizer.ggml.token_type"], [5, 5])
+    assert unused_ids({"tokenizer.ggml.token_type": kinds}) == [512, 513]
+    scores = np.append(metadata["tokenizer.ggml.scores"], [0.0, 0.0])
+    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.scores": scores}
+    v = Vocabulary(gguf_tokenizer(FILE, metadata | more), vocab_size=520, unused=[512, 513])
+    assert (v.num_tokens, v.vocab_size, v.token(512), v.token_bytes(513)) == (512, 520, None, b"")
+    assert max(v.encode_plain("[PAD512]")) < 512
 
 
 SPLITS = [

@@ -161,6 +161,7 @@ def test_a_unigram_model_that_would_spell_a_special_token_is_kept_from_it() -> N
     v = Vocabulary(tokenizer)
     assert [v.token(i) for i in v.encode_plain("a</s>a</s>")] == ["a", *"</s>", "a", *"</s>"]
     assert [v.token(i) for i in v.encode_control("a</s>")] == ["a", "</s>"]
+    assert len(v.encode_plain("</s>" * 5000)) == 20_000
 
 
 def test_truncation_and_padding_in_the_file_are_ignored() -> None:
