@@ -58,6 +58,7 @@ from anabranch.lang.search import (
     branch_solve_merge,
     debate,
     mcts,
+    ranked,
     self_consistency,
     speculate,
     tree_of_thought,
