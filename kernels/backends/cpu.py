@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.kernels import sampling
 from anabranch.kernels.backends import cpu_native as native
+from anabranch.kernels.backends import cpu_sampling
 from anabranch.kernels.backends.cpu_native import OpKind
 from anabranch.kernels.formats import RawTensor, dequantize
 from anabranch.kernels.interface import AttentionShape, Forward, Rope
@@ -317,7 +317,7 @@ class CpuBackend:
         if precision not in ("fast", "exact"):
             raise ValueError(f"precision must be 'fast' or 'exact', got {precision!r}")
         self.precision = precision
-        self._library = native.library(cache_dir)
+        self._library = cpu_sampling.declare(native.library(cache_dir))
         self._arena = Arena()
         if num_threads is not None:
             self.set_num_threads(num_threads)
@@ -347,10 +347,10 @@ class CpuBackend:
         return step
 
     def sample(self, logits: Floats, batch: SamplingBatch) -> Sampled:
-        return sampling.sample(logits, batch)
+        return cpu_sampling.sample(self._library, logits, batch)
 
     def logprobs_of(self, logits: Floats, rows: Ints, ids: Ints) -> tuple[Floats, NDArray[np.bool_]]:
-        return sampling.logprobs_of(logits, rows, ids)
+        return cpu_sampling.logprobs_of(self._library, logits, rows, ids)
 
     def top_logprobs(self, logits: Floats, rows: Ints, k: int) -> tuple[Ints, Floats]:
-        return sampling.top_logprobs(logits, rows, k)
+        return cpu_sampling.top_logprobs(self._library, logits, rows, k)
