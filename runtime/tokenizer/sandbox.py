@@ -36,12 +36,14 @@ _FILTERS = """
     abs capitalize count d default dictsort e escape first float groupby int items last length list lower map max min
     reject rejectattr reverse safe select selectattr sort title trim truncate unique upper urlencode wordcount
 """
-_STR_METHODS = """
+_STR_METHOD_NAMES = """
     capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier islower
     isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind
     rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper ljust rjust center zfill
 """
-_CONTAINER_METHODS = "items keys values get copy index count union intersection difference"
+_CONTAINER_METHOD_NAMES = "items keys values get copy index count union intersection difference"
+_STR_METHODS = frozenset(_STR_METHOD_NAMES.split())
+_CONTAINER_METHODS = frozenset(_CONTAINER_METHOD_NAMES.split())
 _PADDING = frozenset(("ljust", "rjust", "center", "zfill"))
 
 
@@ -265,7 +267,7 @@ def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _checked_arguments(text: str, method: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments for a method of a string, if it is allowed and its result will not be too long."""
-    _require(method in _STR_METHODS.split(), f"the string method {method!r} is not allowed")
+    _require(method in _STR_METHODS, f"the string method {method!r} is not allowed")
     if method in _PADDING:
         _bounded_width(args[0] if args else None)
     if method == "replace" and len(args) >= 2:
@@ -361,7 +363,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             args = _checked_arguments(owner, __obj.__name__, args)
         elif owner is not None and type(owner).__module__ == "builtins":
-            _require(__obj.__name__ in _CONTAINER_METHODS.split(), f"the method {__obj.__name__!r} is not allowed")
+            _require(__obj.__name__ in _CONTAINER_METHODS, f"the method {__obj.__name__!r} is not allowed")
         return _account(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
