@@ -5,20 +5,40 @@
 
 namespace anabranch {
 
-// Each function's result depends on its arguments alone, bit for bit. Sums over a row have a fixed order.
+// The sums of a matrix product as tasks keep them: panel p, row r at sums + (p * num_rows + r) * 32.
+struct Sums {
+  const float* sums;
+  int num_panels, num_rows;
+};
+
+// What becomes of the heads that a task has projected.
+struct HeadsCall {
+  Sums from;                 // heads side by side, across panels
+  int num_heads, head_dim;
+  const float* norm;         // RMS norm of each head with these weights [head_dim], or null
+  float eps;
+  const float* const* angles;  // per row: [num_pairs] cosines, then sines; null: no rotation
+  int num_pairs;
+  float* out;                // row r at out + r * out_stride
+  size_t out_stride;
+};
+
+// Each function's result depends on its arguments alone, bit for bit, row by row. Sums over a row have a fixed order.
 struct ElementOps {
   // One activation row to a QuantizedLayout record: per 32 values, scale = max|x| / 127 and codes = round(x / scale). A group with a
   // NaN or an infinity gets a NaN scale, so that it shows in every output of this row and in no other.
   void (*quantize_row)(const float* x, int k, const QuantizedLayout& layout, uint8_t* out);
   // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i]
   void (*norm_row)(const float* x, const float* weight, int k, float eps, float* out);
-  // Rotate x[i], x[i + num_pairs] by the angle whose cosine is cos[i], for i < num_pairs.
-  void (*rotate)(float* x, const float* cos, const float* sin, int num_pairs);
-  // 32 values of silu(gate) * up, as they are or as group `group` of a record.
-  void (*gate)(const float* gate, const float* up, float* out);
-  void (*gate_quantize)(const float* gate, const float* up, const QuantizedLayout& layout, int group, uint8_t* out);
-  // to[i] += from[i]; n is at most 32.
-  void (*add)(float* to, const float* from, int n);
+  // Norm each head, then rotate its x[i], x[i + num_pairs] by angle i.
+  void (*finish_heads)(const HeadsCall& call);
+  // silu(gate) * up of panel 0 and panel 1: group `group` of each row's record; as f32, its columns from 32 * group on.
+  void (*gate_quantize)(const Sums& from, const QuantizedLayout& layout, int group, uint8_t* out);
+  void (*gate)(const Sums& from, int group, float* out, size_t out_stride);
+  // Add panel `panel`, n columns of it, to rows at `to`, `stride` floats apart.
+  void (*add)(const Sums& from, int panel, int n, float* to, size_t stride);
+  // Add bias[0..n) to every row of a panel's sums.
+  void (*add_bias)(float* sums, int num_rows, const float* bias, int n);
 };
 
 const ElementOps& element_ops();

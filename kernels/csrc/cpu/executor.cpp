@@ -20,6 +20,8 @@ struct RopeTable {
   double magnitude;
   std::vector<std::vector<float>> blocks;  // [kBlock][cos num_pairs, sin num_pairs] each
 
+  std::vector<const float*> rows;          // of the step in hand: each token's cosines and sines
+
   int num_pairs() const { return int(inv_freq.size()); }
 
   void extend_to(int position) {
@@ -37,12 +39,18 @@ struct RopeTable {
     }
   }
 
-  const float* at(int position) const { return blocks[position / kBlock].data() + size_t(position % kBlock) * 2 * num_pairs(); }
+  // Blocks never move once made.
+  void begin_step(const int32_t* positions, int num_tokens, int last) {
+    extend_to(last);
+    rows.resize(num_tokens);
+    for (int t = 0; t < num_tokens; ++t) rows[t] = blocks[positions[t] / kBlock].data() + size_t(positions[t] % kBlock) * 2 * num_pairs();
+  }
 };
 
 namespace {
 
-constexpr int kRowBlock = 192;        // rows of one task: their quantized form and sums stay in the second-level cache
+constexpr int kRowBlock = 240;        // rows of one task: their quantized form and sums stay in the second-level cache
+constexpr int kRowStep = 6;           // blocks are whole tiles of the widest variant
 constexpr int kMaxPanels = 32;        // of one task
 constexpr int kRedundantRows = 2;     // up to so many, each thread prepares all rows for itself
 constexpr int kLogitPanels = 8;       // panels per task of the output projection
@@ -90,14 +98,13 @@ struct PanelRange {
 struct Tile {
   float* sums;
   int first_row, num_rows;
-  const float* panel(int p) const { return sums + size_t(p) * num_rows * kPanelColumns; }
-  float* panel(int p) { return sums + size_t(p) * num_rows * kPanelColumns; }
-  float* row(int p, int r) { return panel(p) + size_t(r) * kPanelColumns; }
+  float* panel(int p) const { return sums + size_t(p) * num_rows * kPanelColumns; }
+  Sums all(int first_panel, int num_panels) const { return {panel(first_panel), num_panels, num_rows}; }
 };
 
 int row_block(int num_rows) {
   const int num_blocks = ceil_div(num_rows, kRowBlock);
-  return num_blocks == 0 ? 1 : ceil_div(num_rows, num_blocks);
+  return int(round_up(ceil_div(num_rows, num_blocks == 0 ? 1 : num_blocks), kRowStep));
 }
 
 size_t operand_bytes(const Matrix& matrix) {
@@ -105,11 +112,10 @@ size_t operand_bytes(const Matrix& matrix) {
 }
 
 void add_bias(const Matrix& matrix, const Panel& panel, float* sums, int num_rows) {
-  if (matrix.bias == nullptr) return;
-  for (int r = 0; r < num_rows; ++r) element_ops().add(sums + size_t(r) * kPanelColumns, matrix.bias + panel.first_column, panel.num_columns);
+  if (matrix.bias != nullptr) element_ops().add_bias(sums, num_rows, matrix.bias + panel.first_column, panel.num_columns);
 }
 
-void multiply(const Matrix& matrix, int panel, const Operand& x, Tile tile, int at, void* scratch) {
+void multiply(const Matrix& matrix, int panel, const Operand& x, const Tile& tile, int at, void* scratch) {
   const Panel& p = matrix.panels[panel];
   const uint8_t* rows = x.rows + size_t(tile.first_row) * x.row_bytes;
   if (matrix.is_exact) {
@@ -142,6 +148,7 @@ struct Program {
   KVPool kv;
   std::vector<Activations> buffers;
   std::vector<OpSpec> ops;
+  std::vector<RopeTable*> ropes;  // each once
   AttentionPlan plan;
   Buffer prepared;
   std::string error;
@@ -238,7 +245,7 @@ class Run {
   // The sums of a task's panels, bias included.
   Tile multiply_panels(const Matrix& matrix, const Operand& x, int first_row, int num_rows, const PanelRange* ranges, int num_ranges, int thread) {
     const ThreadMemory own = memory(thread);
-    Tile tile{own.sums, first_row, num_rows};
+    const Tile tile{own.sums, first_row, num_rows};
     int at = 0;
     for (int i = 0; i < num_ranges; ++i) {
       for (int p = ranges[i].first; p < ranges[i].first + ranges[i].count; ++p, ++at) multiply(matrix, p, x, tile, at, own.matmul);
@@ -257,17 +264,6 @@ class Run {
       panels = heads * head_dim / kPanelColumns;
     }
   };
-
-  void head(const OpSpec& op, float* x, const float* norm, int position) {
-    if (norm != nullptr) element_ops().norm_row(x, norm, op.head_dim, op.eps, x);
-    const float* table = op.rope->at(position);
-    element_ops().rotate(x, table, table + op.rope->num_pairs(), op.rope->num_pairs());
-  }
-
-  // Gather `count` columns of a row that lie in consecutive panels.
-  static void read_columns(Tile& tile, int first_panel, int num_panels, int r, float* out) {
-    for (int p = 0; p < num_panels; ++p) std::memcpy(out + p * kPanelColumns, tile.row(first_panel + p, r), kPanelColumns * 4);
-  }
 
   void attention_input(const OpSpec& op) {
     const Matrix& matrix = *op.matrix;
@@ -289,34 +285,29 @@ class Run {
     });
   }
 
+  const float* const* angles(const OpSpec& op, int first_row) const { return op.rope->rows.data() + first_row; }
+
   void query_unit(const OpSpec& op, const Operand& x, int first_row, int num_rows, int index, const HeadUnits& unit, int q_panels, int thread) {
     const PanelRange range{index * unit.panels, std::min(unit.panels, q_panels - index * unit.panels)};
-    Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, &range, 1, thread);
+    const Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, &range, 1, thread);
     const int width = op.num_q_heads * op.head_dim, first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_q_heads - first_head);
-    float columns[kMaxPanels * kPanelColumns];
-    for (int r = 0; r < num_rows; ++r) {
-      read_columns(tile, 0, range.count, r, columns);
-      for (int i = 0; i < num_heads; ++i) head(op, columns + i * op.head_dim, op.q_norm, step_.positions[first_row + r]);
-      float* q = floats(op.target) + size_t(first_row + r) * width + size_t(first_head) * op.head_dim;
-      std::memcpy(q, columns, size_t(num_heads) * op.head_dim * 4);
-    }
+    float* q = floats(op.target) + size_t(first_row) * width + size_t(first_head) * op.head_dim;
+    element_ops().finish_heads({tile.all(0, range.count), num_heads, op.head_dim, op.q_norm, op.eps, angles(op, first_row),
+                                op.rope->num_pairs(), q, size_t(width)});
   }
 
-  // K and V of the same heads, so that they are written together. Heads are contiguous in memory once unpanelled, in place.
+  // K and V of the same heads, so that they are written together.
   void key_value_unit(const OpSpec& op, const Operand& x, int first_row, int num_rows, int index, const HeadUnits& unit, int q_panels, int kv_panels,
                       int thread) {
     const int count = std::min(unit.panels, kv_panels - index * unit.panels), first = q_panels + index * unit.panels;
     const PanelRange ranges[2] = {{first, count}, {first + kv_panels, count}};
-    Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, ranges, 2, thread);
-    const int first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_kv_heads - first_head);
-    const int width = count * kPanelColumns;
+    const Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, ranges, 2, thread);
+    const int first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_kv_heads - first_head), width = num_heads * op.head_dim;
     float* k = memory(thread).heads;
     float* v = k + size_t(num_rows) * width;
-    for (int r = 0; r < num_rows; ++r) {
-      read_columns(tile, 0, count, r, k + size_t(r) * width);
-      read_columns(tile, count, count, r, v + size_t(r) * width);
-      for (int i = 0; i < num_heads; ++i) head(op, k + size_t(r) * width + i * op.head_dim, op.k_norm, step_.positions[first_row + r]);
-    }
+    element_ops().finish_heads({tile.all(0, count), num_heads, op.head_dim, op.k_norm, op.eps, angles(op, first_row), op.rope->num_pairs(), k,
+                                size_t(width)});
+    element_ops().finish_heads({tile.all(count, count), num_heads, op.head_dim, nullptr, op.eps, nullptr, 0, v, size_t(width)});
     const KVSlot* slots = program_.plan.slots() + first_row;
     for (int i = 0; i < num_heads; ++i) {
       write_kv(program_.kv, op.layer, first_head + i, slots, num_rows, k + i * op.head_dim, width, v + i * op.head_dim, width);
@@ -338,11 +329,10 @@ class Run {
     const auto body = [&](int task, int thread, const Operand& x) {
       const int first_row = task / matrix.num_panels * block, num_rows = std::min(block, num_tokens_ - first_row);
       const PanelRange range{task % matrix.num_panels, 1};
-      Tile tile = multiply_panels(matrix, x, first_row, num_rows, &range, 1, thread);
+      const Tile tile = multiply_panels(matrix, x, first_row, num_rows, &range, 1, thread);
       const Panel& panel = matrix.panels[range.first];
-      for (int r = 0; r < num_rows; ++r) {
-        element_ops().add(h + size_t(first_row + r) * matrix.num_columns + panel.first_column, tile.row(0, r), panel.num_columns);
-      }
+      float* to = h + size_t(first_row) * matrix.num_columns + panel.first_column;
+      element_ops().add(tile.all(0, 1), 0, panel.num_columns, to, matrix.num_columns);
     };
     if (source.is_gated) {
       const Operand x{source.memory.data(), gated_bytes(source.width, matrix.is_exact)};
@@ -365,14 +355,12 @@ class Run {
     with_rows(matrix, num_tokens_, op.norm, op.eps, row_at, num_blocks * num_pairs, [&](int task, int thread, const Operand& x) {
       const int first_row = task / num_pairs * block, num_rows = std::min(block, num_tokens_ - first_row), pair = task % num_pairs;
       const PanelRange ranges[2] = {{pair, 1}, {num_pairs + pair, 1}};
-      Tile tile = multiply_panels(matrix, x, first_row, num_rows, ranges, 2, thread);
-      for (int r = 0; r < num_rows; ++r) {
-        uint8_t* row = out + size_t(first_row + r) * row_bytes;
-        if (matrix.is_exact) {
-          element_ops().gate(tile.row(0, r), tile.row(1, r), reinterpret_cast<float*>(row) + pair * kPanelColumns);
-        } else {
-          element_ops().gate_quantize(tile.row(0, r), tile.row(1, r), layout, pair, row);
-        }
+      const Tile tile = multiply_panels(matrix, x, first_row, num_rows, ranges, 2, thread);
+      uint8_t* rows = out + size_t(first_row) * row_bytes;
+      if (matrix.is_exact) {
+        element_ops().gate(tile.all(0, 2), pair, reinterpret_cast<float*>(rows), row_bytes / 4);
+      } else {
+        element_ops().gate_quantize(tile.all(0, 2), layout, pair, rows);
       }
     });
   }
@@ -387,12 +375,12 @@ class Run {
     with_rows(matrix, num_rows, op.norm, op.eps, row_at, num_blocks * num_groups, [&](int task, int thread, const Operand& x) {
       const int first_row = task / num_groups * block, rows = std::min(block, num_rows - first_row), first = task % num_groups * kLogitPanels;
       const PanelRange range{first, std::min(kLogitPanels, matrix.num_panels - first)};
-      Tile tile = multiply_panels(matrix, x, first_row, rows, &range, 1, thread);
+      const Tile tile = multiply_panels(matrix, x, first_row, rows, &range, 1, thread);
       for (int p = 0; p < range.count; ++p) {
         const Panel& panel = matrix.panels[first + p];
         for (int r = 0; r < rows; ++r) {
           float* to = step_.logits + size_t(first_row + r) * matrix.num_columns + panel.first_column;
-          std::memcpy(to, tile.row(p, r), size_t(panel.num_columns) * 4);
+          std::memcpy(to, tile.panel(p) + size_t(r) * kPanelColumns, size_t(panel.num_columns) * 4);
         }
       }
     });
@@ -436,9 +424,7 @@ const char* check(Program& program, const StepArgs& step) {
       return fail(program, "logit_rows[%d] is %d, but the step has %d tokens", i, step.logit_rows[i], num_tokens);
     }
   }
-  for (const OpSpec& op : program.ops) {
-    if (op.rope != nullptr) op.rope->extend_to(last);
-  }
+  for (RopeTable* rope : program.ropes) rope->begin_step(step.positions, num_tokens, last);
   return program.plan.begin(program.kv, step.view);
 }
 
@@ -450,7 +436,7 @@ using namespace anabranch;
 extern "C" {
 
 RopeTable* anb_rope_new(const double* inv_freq, int num_pairs, double magnitude) {
-  return new RopeTable{std::vector<double>(inv_freq, inv_freq + num_pairs), magnitude, {}};
+  return new RopeTable{std::vector<double>(inv_freq, inv_freq + num_pairs), magnitude, {}, {}};
 }
 
 void anb_rope_free(RopeTable* rope) { delete rope; }
@@ -468,7 +454,11 @@ int anb_program_buffer(Program* program, int width, int is_gated) {
   return int(program->buffers.size()) - 1;
 }
 
-void anb_program_add(Program* program, const OpSpec* op) { program->ops.push_back(*op); }
+void anb_program_add(Program* program, const OpSpec* op) {
+  program->ops.push_back(*op);
+  auto& ropes = program->ropes;
+  if (op->rope != nullptr && std::find(ropes.begin(), ropes.end(), op->rope) == ropes.end()) ropes.push_back(op->rope);
+}
 
 const char* anb_program_run(Program* program, const StepArgs* step) {
   try {
@@ -510,10 +500,11 @@ void anb_matmul(const Matrix* matrix, const float* x, int num_rows, float* out) 
     const Panel& panel = matrix->panels[task % matrix->num_panels];
     const int first_row = task / matrix->num_panels * block, count = std::min(block, num_rows - first_row);
     auto* scratch = static_cast<uint8_t*>(pool->scratch(thread, kMatmulScratchBytes + size_t(kRowBlock) * kPanelColumns * 4));
-    Tile tile{reinterpret_cast<float*>(scratch + kMatmulScratchBytes), first_row, count};
+    const Tile tile{reinterpret_cast<float*>(scratch + kMatmulScratchBytes), first_row, count};
     multiply(*matrix, task % matrix->num_panels, {rows, row_bytes}, tile, 0, scratch);
     for (int r = 0; r < count; ++r) {
-      std::memcpy(out + size_t(first_row + r) * matrix->num_columns + panel.first_column, tile.row(0, r), size_t(panel.num_columns) * 4);
+      std::memcpy(out + size_t(first_row + r) * matrix->num_columns + panel.first_column, tile.panel(0) + size_t(r) * kPanelColumns,
+                  size_t(panel.num_columns) * 4);
     }
   });
 }

@@ -21,8 +21,9 @@ namespace {
 
 constexpr int kSpins = 2000;                 // pauses before sleeping: about 100 us, longer than any gap inside a step
 constexpr uint64_t kStallNs = 100'000;       // a barrier this long is a lost core, not imbalance: tasks take some 10 us
-constexpr uint64_t kInflatedStepNs = 1'000'000;
-constexpr int kMinPenalty = 16, kMaxPenalty = 512;  // steps on one thread
+constexpr uint64_t kInflatedNs = 400'000;    // stalls of a step that matter, if they are also a tenth of it
+constexpr int kMinPenalty = 32, kMaxPenalty = 512;  // steps on one thread
+constexpr int kForgetSteps = 64;
 
 thread_local int tls_thread = 0;
 thread_local bool tls_inside = false;
@@ -174,7 +175,8 @@ void ThreadPool::begin_step() {
   step_stalled_ns_ = 0;
 }
 
-// Two inflated steps of the last few (score above 1) send the pool to one thread; each relapse right after doubles the stay.
+// Two inflated steps with fewer than kForgetSteps good ones between them send the pool to one thread. While a relapse follows soon, each
+// stay is twice as long as the last, so that under a steady load few steps are lost to trying.
 void ThreadPool::end_step() {
   ++stats_.num_steps;
   if (num_threads_ == 1) return;
@@ -184,22 +186,18 @@ void ThreadPool::end_step() {
     return;
   }
   const uint64_t step_ns = now_ns() - step_start_ns_;
-  const bool is_inflated = step_stalled_ns_ > kInflatedStepNs && step_stalled_ns_ * 3 > step_ns;
+  const bool is_inflated = step_stalled_ns_ > kInflatedNs && step_stalled_ns_ * 10 > step_ns;
   stats_.stalled_ns += step_stalled_ns_;
   stats_.num_inflated_steps += is_inflated;
-  if (is_inflated) {
-    recent_inflated_ += 4;
-  } else if (recent_inflated_ > 0) {
-    --recent_inflated_;
-  } else {
-    penalty_ = 0;
+  if (!is_inflated) {
+    if (++good_steps_ >= kForgetSteps) num_strikes_ = penalty_ = 0;
+    return;
   }
-  if (recent_inflated_ > 4) {
-    penalty_ = penalty_ == 0 ? kMinPenalty : (penalty_ * 2 > kMaxPenalty ? kMaxPenalty : penalty_ * 2);
-    single_steps_left_ = penalty_;
-    active_ = 1;
-    recent_inflated_ = 4;  // one more inflated step while probing is enough to come back
-  }
+  good_steps_ = 0;
+  if (++num_strikes_ < 2) return;
+  penalty_ = penalty_ == 0 ? kMinPenalty : penalty_ * 2 > kMaxPenalty ? kMaxPenalty : penalty_ * 2;
+  single_steps_left_ = penalty_;
+  active_ = 1;
 }
 
 namespace {
@@ -246,3 +244,10 @@ extern "C" int anb_set_num_threads(int num_threads) {
 }
 
 extern "C" int anb_num_threads() { return PoolLease()->num_threads(); }
+
+// {steps, inflated steps, steps on one thread, nanoseconds stalled} since the pool started.
+extern "C" void anb_pool_stats(uint64_t* out) {
+  PoolLease pool;
+  const ThreadPool::Stats& stats = pool->stats();
+  out[0] = stats.num_steps, out[1] = stats.num_inflated_steps, out[2] = stats.num_single_steps, out[3] = stats.stalled_ns;
+}

@@ -89,7 +89,7 @@ class ThreadPool {
 
   Stats stats_{};
   uint64_t step_start_ns_ = 0, step_stalled_ns_ = 0;
-  int recent_inflated_ = 0, single_steps_left_ = 0, penalty_ = 0;
+  int num_strikes_ = 0, good_steps_ = 0, single_steps_left_ = 0, penalty_ = 0;
 };
 
 // The pool of the process, held exclusively. Forked children get a fresh one.
@@ -110,4 +110,5 @@ extern "C" {
 // Threads used from the next native call on, the caller included. Returns the number set (at least 1).
 int anb_set_num_threads(int num_threads);
 int anb_num_threads();
+void anb_pool_stats(uint64_t* out);
 }
