@@ -124,6 +124,7 @@ __all__ = [
     "image",
     "likelihood",
     "mcts",
+    "ranked",
     "select",
     "self_consistency",
     "separate_reasoning",
