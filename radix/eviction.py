@@ -68,7 +68,7 @@ class CostAware:
     `linear_context` is the context length at which attention costs as much as the rest of the model. Reuse is
     expected from branches that are open and idle there, and from how often the leaf was used before.
 
-    Source   Cao and Irani 1997 (GreedyDual-Size)
+    Source   Cao and Irani 1997 (GreedyDual-Size); Cherkasova 1998 (with frequency)
     """
 
     num_classes = 24
@@ -78,14 +78,14 @@ class CostAware:
 
     def rank(self, depth: int, idle: int, uses: int) -> int:
         cost = 1.0 + depth / self.linear_context
-        reuse = 1.0 + 2.0 * min(idle, 16) + math.log2(1 + uses)
+        reuse = 1.0 + 2.0 * min(idle, 16) + min(uses, 32)
         return min(1 + int(2.0 * math.log2(cost * reuse)), self.num_classes - 1)
 
     def worth(self, queue_class: int) -> float:
         return 2.0 ** (0.5 * (queue_class - 1))
 
     def keeps(self, uses: int) -> bool:
-        return uses > 1
+        return uses > 2
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "cost": CostAware}

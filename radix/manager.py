@@ -14,6 +14,7 @@ from anabranch.radix.eviction import POLICIES, EvictionPolicy
 from anabranch.radix.leases import Leases
 from anabranch.radix.nodes import NONE
 from anabranch.radix.pages import PagePool
+from anabranch.radix.placement import Placement
 from anabranch.radix.publish import publish
 from anabranch.radix.tokens import TokenLog
 from anabranch.radix.tree import RadixTree
@@ -58,6 +59,7 @@ class KVManager:
         self.pool = PagePool(num_pages, page_size)
         self.page_size = page_size
         self.tree = RadixTree(self.pool, policy)
+        self.placement = Placement(self.tree)
         self.leases = Leases(self.tree, int(lease_share * num_pages))
         self.attached: dict[Branch, None] = {}  # in the order they were attached
         self.claims: dict[int, Branch] = {}  # leaf -> the one branch that may write past its end in its last page
@@ -116,8 +118,8 @@ class KVManager:
         if branch.attached:
             self.detach(branch)
         self.leases.end(branch)
-        node = self._living_node(branch)
-        self._stop_counting(branch)
+        node = self.placement.living_node(branch)
+        self.placement.stop_counting(branch)
         if node != NONE and self.tree.nodes.parent[node] != NONE:
             if superseded and branch.position >= self.tree.nodes.end[node]:
                 self.tree.supersede(node)
@@ -140,7 +142,7 @@ class KVManager:
             raise BranchError("a branch cannot adopt one of another namespace: its KV may not be shared")
         if branch.attached:
             self.detach(branch)
-        self._stop_counting(branch)
+        self.placement.stop_counting(branch)
         branch.log.close()
         self.leases.move(winner, branch)
         branch.take_over(winner)
@@ -161,11 +163,9 @@ class KVManager:
             return branch.memo
         if branch.attached:
             return branch.computed
-        if branch.memo_epoch < 0 or not self._ends_as_before(branch):
+        if branch.memo_epoch < 0 or not self.placement.is_unchanged(branch):
             self._must_be_open(branch)
-            node, position = self._find(branch)
-            branch.memo = max(0, min(position, len(branch) - 1))
-            branch.is_inside_edge = node != NONE and position < self.tree.nodes.end[node]
+            branch.memo = max(0, min(self.placement.find(branch)[1], len(branch) - 1))
         branch.memo_epoch = self.tree.epoch
         return branch.memo
 
@@ -178,13 +178,14 @@ class KVManager:
         if branch.attached:
             raise BranchError("the branch is attached already")
         tree, size = self.tree, self.page_size
-        node, position = self._find(branch)
+        node, position = self.placement.find(branch)
         if node == NONE:
             node = tree.open_root(branch.namespace)
         elif position < tree.nodes.end[node]:
             node = tree.split(node, position)
-        self._stop_counting(branch)
+        self.placement.stop_counting(branch)
         tree.lock(node)
+        tree.count_use(node)
         self.leases.end(branch)
         branch.node = node
         branch.attached = True
@@ -262,7 +263,7 @@ class KVManager:
         branch.end_table()
         nodes = self.tree.nodes
         branch.generation, branch.position = nodes.generation[branch.node], nodes.end[branch.node]
-        self._start_counting(branch)
+        self.placement.start_counting(branch)
         branch.peak = max(branch.peak, branch.position)
         self.tree.unlock(branch.node)
 
@@ -283,13 +284,12 @@ class KVManager:
         if branch.attached:
             raise BranchError("an attached branch needs no lease: detach it first")
         self.leases.expire(now)
-        node, position = self._find(branch)
+        node, position = self.placement.find(branch)
         if node == NONE or not position or (until is not None and until <= now):
             return False
         if position < self.tree.nodes.end[node]:
             node = self.tree.split(node, position)
-            self._move_to(branch, node, position)
-            branch.memo_epoch = -1
+            self.placement.move(branch, node, position)
         return self.leases.grant(branch, node, until)
 
     def expire(self, now: float) -> None:
@@ -402,67 +402,10 @@ class KVManager:
             child.peak = max(child.peak, branch.computed)
         else:
             child.node, child.generation, child.position = branch.node, branch.generation, branch.position
-            child.memo, child.memo_epoch, child.is_inside_edge = branch.memo, branch.memo_epoch, branch.is_inside_edge
-        self._start_counting(child)
+            child.is_inside_edge = branch.is_inside_edge
+            child.memo, child.memo_epoch = branch.memo, branch.memo_epoch
+        self.placement.start_counting(child)
         return child
-
-    def _living_node(self, branch: Branch) -> int:
-        """The node where an idle branch last was, unless it was evicted whole."""
-        node = branch.node
-        return node if node != NONE and self.tree.nodes.generation[node] == branch.generation else NONE
-
-    def _start_counting(self, branch: Branch) -> None:
-        node = self._living_node(branch)
-        if node != NONE:
-            self.tree.nodes.idle[node] += 1
-            branch.is_counted = True
-
-    def _stop_counting(self, branch: Branch) -> None:
-        if branch.is_counted:
-            branch.is_counted = False
-            node = self._living_node(branch)
-            if node != NONE:
-                self.tree.nodes.idle[node] -= 1
-
-    def _move_to(self, branch: Branch, node: int, position: int) -> None:
-        """The idle branch is known to agree with the path to `node` up to `position`."""
-        branch.position = position
-        generation = self.tree.nodes.generation[node]
-        if node != branch.node or generation != branch.generation:
-            self._stop_counting(branch)
-            branch.node, branch.generation = node, generation
-            self._start_counting(branch)
-
-    def _find(self, branch: Branch) -> tuple[int, int]:
-        """Where the longest cached prefix of an idle branch ends: (node, position), or (NONE, 0) without a root.
-
-        Goes on from where the branch last was. Only if that is gone, it starts at the root.
-        """
-        tree, length = self.tree, len(branch)
-        node = self._living_node(branch)
-        if node != NONE:
-            position = min(branch.position, length, tree.nodes.end[node])
-            node = tree.ancestor_at(node, position)
-        else:
-            root, position = tree.find_root(branch.namespace), 0
-            if root is None:
-                return NONE, 0
-            node = root
-        if position < length and tree.continues(node, position, branch.log.at(position)):
-            node, position = tree.match(node, position, branch.log.read(position, length))
-        self._move_to(branch, node, position)
-        return node, position
-
-    def _ends_as_before(self, branch: Branch) -> bool:
-        """Whether the match of an idle branch, whose tokens have not changed since, cannot have become another."""
-        nodes, node, position = self.tree.nodes, branch.node, branch.position
-        if node == NONE or nodes.generation[node] != branch.generation:
-            return False
-        if not nodes.start[node] < position <= nodes.end[node]:
-            return False
-        if branch.is_inside_edge:  # what an edge holds never changes
-            return True
-        return position == branch.log.length or not self.tree.continues(node, position, branch.log.at(position))
 
     def _num_new_pages(self, branch: Branch, upto: int) -> int:
         """Pages that `reserve` must allocate."""
@@ -540,16 +483,16 @@ class KVManager:
     def _rollback_idle(self, branch: Branch, length: int) -> None:
         """Send what an idle branch drops to the head of the eviction order."""
         tree = self.tree
-        node, position = self._find(branch)
+        node, position = self.placement.find(branch)
         if node == NONE or position <= length:
             return
         if position < tree.nodes.end[node]:
             return  # somebody else's tokens follow
-        self._stop_counting(branch)
+        self.placement.stop_counting(branch)
         upper = tree.ancestor_at(node, length)
         if upper == node and length > tree.nodes.start[node]:
             upper = tree.split(node, length)
         tree.supersede(node)
         branch.node, branch.generation = upper, tree.nodes.generation[upper]
         branch.position = length
-        self._start_counting(branch)
+        self.placement.start_counting(branch)

@@ -58,7 +58,7 @@ class Nodes:
         self.queue_class = array("b")
         self.shares_first = array("b")  # 1: an ancestor holds the first page too (the edge begins inside it)
         self.frozen = array("b")  # 1: lost part of its tail, so it must never grow again (see RadixTree.extend)
-        self.uses = array("B")  # how often a branch ended here or forked off here, saturating
+        self.uses = array("B")  # how often a branch came here or forked off here, saturating
         self.pages: list[bytes] = []  # int32 page ids of the edge, in order, if it has more than one
         self._free = array("i")
         self._used = 0  # ids below this have been handed out at least once

@@ -224,18 +224,22 @@ class RadixTree:
         nodes.shares_first[node] = shares_first
         self.children[key] = node
         nodes.pins[parent] += 1
-        self._count_use(parent)
+        self.count_use(parent)
         self.num_pages += len(pages) - shares_first
         self.num_tokens += end - nodes.start[node]
         self.epoch += 1
         return node
 
     def can_grow(self, node: int) -> bool:
-        """Whether the edge may be made longer in place by the one branch that has it locked."""
+        """Whether the edge may be made longer in place by the one branch that has it locked.
+
+        Not if others may come back to its end: a node should end there, so that what follows can be dropped by itself.
+        """
         nodes = self.nodes
         return (
             nodes.parent[node] != NONE
             and nodes.locks[node] == nodes.pins[node] == 1
+            and not nodes.idle[node]
             and not nodes.frozen[node]
             and len(nodes.pages[node]) < 4 * MAX_GROWN_PAGES
         )
@@ -254,6 +258,11 @@ class RadixTree:
             self.num_locked += len(pages)
         nodes.end[node] = end
         self.epoch += 1
+
+    def count_use(self, node: int) -> None:
+        """A branch came to the node's end, or forked off there."""
+        if self.nodes.uses[node] < 255:
+            self.nodes.uses[node] += 1
 
     # ------------------------------------------------------------ protection
 
@@ -277,7 +286,6 @@ class RadixTree:
             self.num_locked += pages
             if self.is_leased(changed):
                 self.num_leased_only -= pages
-        self._count_use(node)
 
     def unlock(self, node: int) -> None:
         """Take back one lock; the node counts as used now.
@@ -359,10 +367,6 @@ class RadixTree:
         if not self.nodes.pins[root]:
             del self.roots[self.namespaces.pop(root)]
             self.nodes.free(root)
-
-    def _count_use(self, node: int) -> None:
-        if self.nodes.uses[node] < 255:
-            self.nodes.uses[node] += 1
 
     # ------------------------------------------------------------ evicting
 

@@ -9,6 +9,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -149,7 +150,7 @@ def _match(length: int, repeats: int) -> float:
     for _ in range(repeats):
         branch = m.open(NAMESPACE)
         m.append(branch, prompt)
-        times.append(_timed(lambda branch=branch: m.lookup(branch)))
+        times.append(_timed(partial(m.lookup, branch)))
         assert m.lookup(branch) == length - 1
     return median(times)
 
@@ -162,14 +163,13 @@ def _extend(length: int, repeats: int) -> float:
         m = KVManager((length + 4_000) // PAGE_SIZE, PAGE_SIZE)
         branch = _cached(m, _tokens(rng, length))
         new = [_tokens(rng, 200) for _ in range(5)]
-
-        def extend(tokens: np.ndarray, m: KVManager = m, branch: Branch = branch) -> None:
-            m.append(branch, tokens)
-            _compute(m, branch)
-
-        extend(new[0])  # a copy is due: the last token of a branch that is cached whole is computed again
-        times.append(min(_timed(lambda tokens=tokens: extend(tokens)) for tokens in new[1:]))
+        times.append(min(_timed(partial(_come_back, m, branch, tokens)) for tokens in new))
     return median(times)
+
+
+def _come_back(m: KVManager, branch: Branch, tokens: np.ndarray) -> None:
+    m.append(branch, tokens)
+    _compute(m, branch)
 
 
 def _fork(length: int, repeats: int) -> float:
