@@ -3,22 +3,9 @@
 import gguf
 import numpy as np
 import pytest
+from support.weights import random_raw
+
 from anabranch.kernels.formats import FORMATS, RawTensor, dequantize
-
-
-def random_raw(name: str, rows: int, columns: int, seed: int = 0) -> RawTensor:
-    """Any bytes are a valid tensor of a block format, as long as its scales are finite."""
-    form, rng = FORMATS[name], np.random.default_rng(seed)
-    data = rng.integers(0, 256, (rows, columns // form.block * form.num_bytes), dtype=np.uint8)
-    blocks = data.reshape(-1, form.num_bytes)
-    halves = {"F16": (0,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(name, (0,))
-    for start in halves if name not in ("F32", "BF16") else ():
-        blocks[:, start : start + 2] = rng.normal(0, 0.02, (len(blocks), 1)).astype(np.float16).view(np.uint8)
-    if name == "F32":
-        data[:] = rng.normal(0, 1, (rows, columns)).astype(np.float32).view(np.uint8)
-    if name == "BF16":
-        data[:] = (rng.normal(0, 1, (rows, columns)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    return RawTensor("t", name, (rows, columns), data)
 
 
 @pytest.mark.parametrize("name", FORMATS)
