@@ -87,12 +87,11 @@ class Function:
         program, kwargs = self._open(backend, kwargs)
         state = open_state(program)
         try:
-            async with asyncio.timeout(program.timeout):
-                if self.is_async:
-                    await self._work_async(state, args, kwargs)
-                else:
-                    await asyncio.to_thread(self._work, state, args, kwargs)
-                    await asyncio.to_thread(_settle, state)
+            if self.is_async:
+                await self._work_async(state, args, kwargs)
+            else:
+                await asyncio.to_thread(self._work, state, args, kwargs)
+                await asyncio.to_thread(_settle, state)
         except BaseException as error:
             program.abort(error)
             raise
@@ -202,8 +201,9 @@ class Function:
     async def _work_async(self, state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         program = state._program
         token = current_program.set(program)
+        limit = asyncio.timeout(program.timeout)
         try:
-            async with asyncio.timeout(program.timeout):
+            async with limit:
                 state.ret_value = await self.func(state, *args, **kwargs)
                 for started in program.started:
                     await started
@@ -213,6 +213,8 @@ class Function:
             program.finish()
         except BaseException as error:
             program.abort(error)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise TimeoutError(f"{self.__name__} did not finish within {program.timeout} s") from None
             raise
         finally:
             current_program.reset(token)

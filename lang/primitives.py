@@ -74,8 +74,8 @@ def gen(
     constraint, spec = _constraint(
         regex=regex, json_schema=json_schema, ebnf=ebnf, lark=lark, dtype=dtype, type=type, schema=schema
     )
-    if spec is not None and spec.stop and options.stop is None:
-        options = Options(stop=spec.stop).over(options)
+    if spec is not None and spec.stop:
+        options = Options(stop=(*(options.stop or ()), *spec.stop)).over(options)
     return Gen(name, options, constraint, spec)
 
 
