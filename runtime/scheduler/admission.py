@@ -17,7 +17,7 @@ from anabranch.runtime.scheduler.decisions import (
     TokenBudget,
     WaitsForPrefix,
 )
-from anabranch.runtime.scheduler.lifecycle import Lifecycle
+from anabranch.runtime.scheduler.lifecycle import Lifecycle, over_capacity
 from anabranch.runtime.scheduler.requests import Request, State
 from anabranch.runtime.scheduler.state import SchedulerState
 
@@ -125,7 +125,7 @@ class Admission:
         kv = request.branch.known()
         upto = self._pages_upto(request)
         if s.pages_for(upto) > s.manager.pool.num_pages:  # it has outgrown the pool, as far as it can ever get
-            self.lifecycle.finish(request, "length")
+            self._end_outgrown(request)
             return NeedsPages(s.pages_for(upto), s.manager.pool.num_pages)
         is_alone = not s.slots.used
         growth = 0 if is_alone else growth + self._growth_of(request)
@@ -155,6 +155,15 @@ class Admission:
         s.line.charge(request.branch.program, known - min(cached, kv.computed) + self._expected(request))
         self.lifecycle.seat(request, cached)
         return None
+
+    def _end_outgrown(self, request: Request) -> None:
+        """A pool cannot hold what the request knows: it has grown to that, or the pool was a larger one when it came."""
+        s = self.s
+        s.counters["outgrew_pool"] += 1
+        if len(request.branch.known()) > request.prompt_len:
+            self.lifecycle.finish(request, "length")
+        else:
+            self.lifecycle.refuse(request, over_capacity(request.prompt_len, 1, s.manager.pool.num_pages, s.page_size))
 
     def _blocker(self, request: Request) -> Request | None:
         """Who is computing what this request needs and does not have."""

@@ -8,7 +8,7 @@ from its arrival, before it is carried out: what is sent to them queues behind i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,7 @@ class Branches:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self) -> Iterable[BranchRecord]:
+    def __iter__(self) -> Iterator[BranchRecord]:
         return iter(self._records.values())
 
     def find(self, branch_id: int) -> BranchRecord | None:

@@ -45,8 +45,8 @@ class Filling:
         goes to those that are done soonest; what is over, to the oldest again.
         """
         columns = self.s.slots
-        filling = [r for slot, r in columns.used.items() if columns.filling[slot] and r.state is State.RUNNING]
-        filling = sorted((r for r in filling if self._missing(r) > 0), key=Request.rank)
+        slots = np.flatnonzero(columns.filling & columns.live & ~columns.leaving & (columns.known > columns.planned))
+        filling = sorted((columns.used[slot] for slot in slots.tolist()), key=Request.rank)
         if not filling:
             return []
         shares = self._share_out(filling, left)
@@ -81,7 +81,7 @@ class Filling:
         """Tokens that the request's rows still have to compute, those of its present score tree included."""
         columns, slot = self.s.slots, request.slot
         missing = int(columns.known[slot] - columns.planned[slot])
-        return missing + request.score.trie.num_nodes if request.score is not None and missing > 0 else missing
+        return missing + (request.score.trie.num_nodes if request.score is not None else 0)
 
     def _share_out(self, filling: list[Request], left: int) -> dict[int, int]:
         eldest, *others = filling

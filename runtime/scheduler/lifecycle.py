@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from anabranch.radix.branch import Tail
+from anabranch.radix.manager import Copies
 from anabranch.runtime.errors import invalid
 from anabranch.runtime.messages import (
     Error,
@@ -100,11 +102,7 @@ class Lifecycle:
                 "prompt", "context_length_exceeded",
             )  # fmt: skip
         if prompt_len + more > capacity:
-            return invalid(
-                f"the prompt has {prompt_len} tokens and needs {more} more, but the KV pool holds only {capacity} "
-                f"({s.manager.pool.num_pages} pages of {s.page_size}): shorten it or give the engine more memory",
-                "prompt", "kv_capacity_exceeded",
-            )  # fmt: skip
+            return over_capacity(prompt_len, more, s.manager.pool.num_pages, s.page_size)
         if len(s.line) >= s.config.max_waiting:
             return Error("overloaded_error", f"{len(s.line)} requests are waiting, the limit is {s.config.max_waiting}: try again later")
         return None
@@ -183,23 +181,29 @@ class Lifecycle:
     def reserve(self, request: Request, upto: int) -> bool:
         """Make the slot's positions below `upto` writable; False if pages are short. Takes the rest of the last page, too."""
         s, slot, kv = self.s, request.slot, request.branch.known()
-        self.sync(slot)
+        if kv.tail is Tail.SHARED:  # only then does it matter how far the branch itself knows to be
+            self.sync(slot)
         num_before, version = kv.num_pages, kv.table_version
-        copies = s.manager.reserve(kv, s.pages_for(upto) * s.page_size)
+        copies = s.manager.reserve(kv, -(-upto // s.page_size) * s.page_size)
         if copies is None:
             return False
-        was_replaced = kv.table_version != version
-        fresh = [kv.page_table[num_before:].copy()] if kv.num_pages > num_before else []
+        if kv.num_pages > num_before:
+            s.fresh.setdefault(slot, []).append(kv.page_table[num_before:].copy())
+            s.slots.is_dirty[slot] = True
+        if kv.table_version != version:
+            self._note_replaced(request, copies, num_before - 1)
+        s.slots.capacity[slot] = kv.reserved
+        return True
+
+    def _note_replaced(self, request: Request, copies: Copies, index: int) -> None:
+        """The branch left a page that others read: its own is a copy, or, where nothing of the old one is needed, fresh."""
+        s, slot = self.s, request.slot
+        s.slots.is_dirty[slot] = True
         if len(copies.src):
             s.copies[slot] = (copies.src, copies.dst)
             request.copied_pages += len(copies.src)
-        elif was_replaced:
-            fresh.append(kv.page_table[num_before - 1 : num_before].copy())
-        if fresh:
-            s.fresh.setdefault(slot, []).extend(fresh)
-        s.slots.capacity[slot] = kv.reserved
-        s.slots.is_dirty[slot] |= was_replaced or kv.num_pages > num_before
-        return True
+        else:
+            s.fresh.setdefault(slot, []).append(request.branch.known().page_table[index : index + 1].copy())
 
     def sync(self, slot: int) -> None:
         """Hand sampled tokens and committed positions, which the columns have, to the branch."""
@@ -340,16 +344,29 @@ class Lifecycle:
         s = self.s
         s.outbox.append(event)
         if request.slot < 0:
-            self._cut(request, is_last=True)
-            self._release_branch(request.branch)
+            self.give_back_branch(request)
         elif not s.slots.in_flight[request.slot]:
             self.leave(request)
+
+    def give_back_branch(self, request: Request) -> None:
+        """The request has ended and holds no slot: its branch takes the next operation."""
+        self._cut(request, is_last=True)
+        self._release_branch(request.branch)
 
     def forget_last(self, record: BranchRecord) -> None:
         """Something else happened on the branch: a late `StopAt` of its last request means nothing any more."""
         if record.last_request is not None:
             self.s.ended.pop(record.last_request[0], None)
             record.last_request = None
+
+
+def over_capacity(prompt_len: int, more: int, num_pages: int, page_size: int) -> Error:
+    """A prompt that no amount of waiting makes room for."""
+    return invalid(
+        f"the prompt has {prompt_len} tokens and needs {more} more, but the KV pool holds only {num_pages * page_size} "
+        f"({num_pages} pages of {page_size}): shorten it or give the engine more memory",
+        "prompt", "kv_capacity_exceeded",
+    )  # fmt: skip
 
 
 def _choices(message: Submit | SubmitScore) -> list[tuple[int, ...]]:

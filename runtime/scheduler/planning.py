@@ -24,6 +24,7 @@ class Planner:
         self.admission = Admission(state, lifecycle)
         self.filling = Filling(state, lifecycle, self.room)
         self._grouped_at = -1  # `slots.changes` when groups were found
+        self._used_at, self._used = -1, np.empty(0, np.int32)
 
     def plan(self) -> tuple[StepPlan | None, tuple[Denied, ...]]:
         """One step, if there is anything to do in it; and reasons that stand for many requests at once."""
@@ -109,9 +110,11 @@ class Planner:
     # ------------------------------------------------------------ order of rows
 
     def _used_slots(self) -> np.ndarray:
-        """Slots in the order in which their rows stand in a step."""
+        """Slots in use; computed when they change."""
         columns = self.s.slots
-        return np.fromiter(columns.used, np.int32, len(columns.used))
+        if self._used_at != columns.changes:
+            self._used_at, self._used = columns.changes, np.fromiter(columns.used, np.int32, len(columns.used))
+        return self._used
 
     def _regroup(self) -> None:
         """Find shared-prefix groups among the slots that hold pages; the others' rows come last."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anabranch.runtime.messages import SharedPrefix, SlotStart, StepPlan, ints
+from anabranch.runtime.messages import ScoreTree, SharedPrefix, SlotStart, StepPlan, ints
 from anabranch.runtime.scheduler.scores import Trie
 from anabranch.runtime.scheduler.state import Note, SchedulerState
 
@@ -99,8 +99,11 @@ def build_plan(s: SchedulerState, rows: StepRows, starts: list[SlotStart]) -> tu
     return plan, notes
 
 
-def _notes_and_trees(rows: StepRows, row_of: dict[int, int], logits_of: np.ndarray) -> tuple[dict[int, Note], tuple]:
-    notes, trees = {}, []
+def _notes_and_trees(
+    rows: StepRows, row_of: dict[int, int], logits_of: np.ndarray
+) -> tuple[dict[int, Note], tuple[ScoreTree, ...]]:
+    notes: dict[int, Note] = {}
+    trees: list[ScoreTree] = []
     for row in rows.others:
         tree = None
         if row.trie is not None:
@@ -156,12 +159,13 @@ def _take_page_work(s: SchedulerState, slots: np.ndarray) -> tuple[np.ndarray, n
     if not s.copies and not s.fresh:
         return _NO_INTS, _NO_INTS, _NO_INTS
     sources, targets, fresh = [_NO_INTS], [_NO_INTS], [_NO_INTS]
-    for slot in slots.tolist():
-        if slot in s.copies:
-            src, dst = s.copies.pop(slot)
-            sources.append(src)
-            targets.append(dst)
-        fresh += s.fresh.pop(slot, ())
+    in_step = set(slots.tolist())
+    for slot in [slot for slot in s.copies if slot in in_step]:
+        src, dst = s.copies.pop(slot)
+        sources.append(src)
+        targets.append(dst)
+    for slot in [slot for slot in s.fresh if slot in in_step]:
+        fresh += s.fresh.pop(slot)
     return np.concatenate(sources), np.concatenate(targets), np.concatenate(fresh)
 
 

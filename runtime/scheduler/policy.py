@@ -117,6 +117,10 @@ class WaitingLine:
                 self._unfile(request)
                 self._file(request)
 
+    def reorder(self) -> None:
+        """The cache is another one: nothing that was known about it holds."""
+        self.version += 1
+
     def oldest(self) -> Request | None:
         while self._by_age:
             request = self._by_age[0][2]

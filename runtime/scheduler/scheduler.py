@@ -24,13 +24,14 @@ from heapq import heappop
 
 from anabranch.runtime.config import CacheConfig, SchedulerConfig
 from anabranch.runtime.errors import internal
-from anabranch.runtime.messages import Error, StepResult, ToScheduler, WorkerReady
+from anabranch.runtime.messages import Error, StepPlan, StepResult, ToScheduler, WorkerReady
 from anabranch.runtime.scheduler.branches import Pending
-from anabranch.runtime.scheduler.decisions import Decision
+from anabranch.runtime.scheduler.decisions import Decision, Denied
 from anabranch.runtime.scheduler.intake import Intake
 from anabranch.runtime.scheduler.lifecycle import Lifecycle
 from anabranch.runtime.scheduler.planning import Planner
 from anabranch.runtime.scheduler.policy import Policy
+from anabranch.runtime.scheduler.restart import restart
 from anabranch.runtime.scheduler.results import Results
 from anabranch.runtime.scheduler.state import SchedulerState
 
@@ -66,7 +67,8 @@ class Scheduler:
         for message in inbox:
             self._take(message)
         self._end_what_is_late()
-        plan, many_denied = None, ()
+        plan: StepPlan | None = None
+        many_denied: tuple[Denied, ...] = ()
         if len(s.flights) < s.policy.pipeline_depth:
             plan, many_denied = self._planner.plan()
         self._watch(plan is not None)
@@ -78,6 +80,13 @@ class Scheduler:
             next_wakeup=self._next_wakeup(),
             is_finished=s.is_stopping and not s.flights and not s.slots.used,
         )
+
+    def restart(self, now: float, ready: WorkerReady) -> None:
+        """The worker was lost, and this is the new one. Live requests go on from their tokens; see `restart.py`."""
+        s = self.state
+        s.now = now
+        for ended in restart(s, ready):
+            self._lifecycle.give_back_branch(ended)
 
     @property
     def num_in_flight(self) -> int:

@@ -61,9 +61,8 @@ class SchedulerState:
         self, config: SchedulerConfig, ready: WorkerReady, cache: CacheConfig, policy: Policy,
         carry_out: Callable[[Pending], None],
     ) -> None:  # fmt: skip
-        self.config, self.ready, self.cache, self.policy = config, ready, cache, policy
-        self.max_running = max(1, min(config.max_slots, ready.max_slots, config.tokens_per_step // 2))
-        self.page_size = ready.page_size
+        self.config, self.cache, self.policy = config, cache, policy
+        self.use(ready)
         self.manager = self.new_manager()
         self.slots = Slots(self.max_running)
         self.line = WaitingLine(policy)
@@ -89,6 +88,12 @@ class SchedulerState:
         self.num_families = 0
         self.is_stopping = False
         self.group_tokens: list[int] = []  # of each shared-prefix group
+
+    def use(self, ready: WorkerReady) -> None:
+        """Plan for this worker from now on."""
+        self.ready = ready
+        self.max_running = max(1, min(self.config.max_slots, ready.max_slots, self.config.tokens_per_step // 2))
+        self.page_size = ready.page_size
 
     def new_manager(self) -> KVManager:
         return KVManager(

@@ -151,6 +151,7 @@ class Client:
             options += [(1, lambda: self.abort([ask])), (2, lambda: self.stop(ask))]
             options.append((0.1, lambda: self.abort_program(ask.mirror.program_id)))  # type: ignore[arg-type]
         options.append((0.3, self.nonsense))  # type: ignore[arg-type]
+        options.append((0.2, self.lose_worker))  # type: ignore[arg-type]
         weights, actions = zip(*options)
         rng.choices(actions, weights)[0]()
 
@@ -281,6 +282,16 @@ class Client:
             StopAt(unknown, 1), AbortRequests((unknown,)), RollbackBranch(unknown, 0), JoinBranch(unknown, unknown + 1),
             LeaseBranch(unknown, None), CloseBranches((unknown,)), ForkBranch(unknown, (unknown + 1,)),
         )  # fmt: skip
+
+    def lose_worker(self) -> None:
+        """The worker dies with what it was doing; a result that it had sent may still arrive."""
+        worker = self.worker
+        self.worker = self.engine.worker = FakeWorker(
+            num_pages=worker.num_pages, page_size=worker.page_size, max_slots=worker.max_slots,
+            vocab_size=worker.model.vocab_size, context_length=worker.context_length, shares_logits=worker.shares_logits,
+        )  # fmt: skip
+        self.engine.plans.clear()
+        self.scheduler.restart(self.engine.clock(), self.worker.ready())
 
     # ------------------------------------------------------------ the mirror
 
@@ -422,7 +433,7 @@ class Client:
         """O-pool: when idle, free and cached pages are all pages, no lock, no slot, no record."""
         self.engine.clock.advance(1000.0)
         self.send(QueryStats(self.new_id(), check=True))
-        reply = [event for event in self.engine.run_until_idle() if isinstance(event, StatsReply)][0]
+        reply = next(event for event in self.engine.run_until_idle() if isinstance(event, StatsReply))
         stats = reply.stats
         assert stats["check"] == "ok", stats["check"]
         assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"], stats  # type: ignore[operator]
