@@ -5,6 +5,7 @@ lose (k-quants). Float checkpoints become 8-bit codes with one scale per 32 weig
 The kinds and their layouts: `csrc/cpu/linear.h`.
 """
 
+import contextlib
 import ctypes
 import mmap
 from dataclasses import dataclass
@@ -71,10 +72,8 @@ def _map_zeros(num_bytes: int) -> Bytes:
     except (OSError, ValueError) as error:
         raise MemoryError(f"cannot allocate {num_bytes / 2**20:.0f} MiB for weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without them: small pages do as well
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them: small pages do as well
     array = np.frombuffer(memory, np.uint8)
     start = -array.ctypes.data % HUGE_PAGE_BYTES
     return array[start : start + num_bytes]

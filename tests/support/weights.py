@@ -8,6 +8,8 @@ from anabranch.kernels.formats import FORMATS, RawTensor, dequantize
 Floats = NDArray[np.float32]
 # Where each block keeps half-precision numbers: random bytes there would be infinities.
 HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+# About the root mean square of (scale of the sub-block times) a random code: what makes formats alike.
+CODE_SIZE = {"Q8_0": 74, "Q4_0": 4.6, "Q4_1": 8.8, "Q5_0": 9.2, "Q5_1": 18, "Q4_K": 317, "Q5_K": 650, "Q6_K": 1369}
 EXACT_IN_PANELS = tuple(HALVES)  # formats whose codes are kept; the others are rounded to 8 bits
 
 
@@ -24,7 +26,7 @@ def from_floats(name: str, values: Floats, form: str = "F32") -> RawTensor:
 
 
 def random_raw(form: str, rows: int, columns: int, seed: int = 0, spread: float = 0.02) -> RawTensor:
-    """Weights of a few times `spread`, any bytes being valid codes."""
+    """Weights of about four times `spread`, any bytes being valid codes."""
     rng = np.random.default_rng(seed)
     if form in ("F32", "F16", "BF16"):
         return from_floats("w", rng.normal(0, 4 * spread, (rows, columns)).astype(np.float32), form)
@@ -32,8 +34,8 @@ def random_raw(form: str, rows: int, columns: int, seed: int = 0, spread: float 
     data = rng.integers(0, 256, (rows, columns // block.block * block.num_bytes), dtype=np.uint8)
     blocks = data.reshape(-1, block.num_bytes)
     for start in HALVES[form]:
-        scale = spread / 32 if block.block == 256 else spread / 4
-        blocks[:, start : start + 2] = rng.normal(0, scale, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+        scales = rng.normal(0, 4 * spread / CODE_SIZE[form], (len(blocks), 1))
+        blocks[:, start : start + 2] = scales.astype(np.float16).view(np.uint8)
     return RawTensor("w", form, (rows, columns), data)
 
 
