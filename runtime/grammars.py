@@ -92,7 +92,7 @@ def parser_limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
-        max_lexer_states=100_000,
+        max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,
     )

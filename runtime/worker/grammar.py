@@ -28,7 +28,7 @@ from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
 MAX_SPACE = 32  # bytes of white space in a row
 MAX_FORCED = 128  # tokens emitted at once; a longer dictated run continues in the next step
-CACHE_ENTRIES = 256
+CACHE_ENTRIES = 64
 _SPACE = b" \t\n\r\v\f"
 
 
@@ -85,32 +85,47 @@ def _ll_tokenizer(vocabulary: Vocabulary, spellings: list[bytes]) -> LLTokenizer
     return LLTokenizer(_Spelling(vocabulary, spellings, ends[0]), n_vocab=len(spellings), eos_token=ends)  # type: ignore[arg-type]
 
 
+Compiled = tuple[LLMatcher, TokenTable]
+
+
 class Grammars:
-    """Compiles off the step loop, on one thread, and keeps the last CACHE_ENTRIES grammars compiled."""
+    """Compiles off the step loop, on one thread, and keeps the last CACHE_ENTRIES grammars compiled.
+
+    The slots of one grammar share its lexer, whose states have a limit. So a state that runs into a limit is given a newly compiled
+    grammar once, before it is failed: what others have generated must not matter.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._table: TokenTable | None = None
-        self._compiled: OrderedDict[Grammar, Future[tuple[LLMatcher, TokenTable]]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def start(
         self, grammar: Grammar, *, generated: list[int], stop_ids: frozenset[int], forcing: bool
     ) -> "GrammarState":
         """The state after `generated`. Compiling goes on behind it; whoever first needs the grammar calls `wait`."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None or (compiled.done() and compiled.exception() is not None):
-            compiled = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+        source = Source(self, grammar)
+        return GrammarState(
+            source, generated, stop_ids=stop_ids, forcing=forcing, bounded_space=grammar.kind != "choices"
+        )
+
+    def compile(self, grammar: Grammar, instead_of: "Future[Compiled] | None") -> tuple["Future[Compiled]", bool]:
+        """The compiled grammar, other than `instead_of`; and whether it is new, so that nobody has used it."""
+        known = self._compiled.get(grammar)
+        is_new = known is None or known is instead_of or (known.done() and known.exception() is not None)
+        if is_new:
+            known = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+        assert known is not None
         self._compiled.move_to_end(grammar)
         while len(self._compiled) > CACHE_ENTRIES:
             self._compiled.popitem(last=False)
-        bounded = grammar.kind != "choices"
-        return GrammarState(compiled, generated, stop_ids=stop_ids, forcing=forcing, bounded_space=bounded)
+        return known, is_new
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: Grammar) -> tuple[LLMatcher, TokenTable]:
+    def _compile(self, grammar: Grammar) -> Compiled:
         if self._table is None:
             self._table = token_table(self._vocabulary)
         matcher = LLMatcher(self._table.tokenizer, to_llguidance(grammar), log_level=0, limits=parser_limits())
@@ -119,17 +134,27 @@ class Grammars:
         return matcher, self._table
 
 
+class Source:
+    """Where a state gets its grammar from, and gets it anew."""
+
+    def __init__(self, grammars: Grammars, grammar: Grammar) -> None:
+        self._grammars, self._grammar = grammars, grammar
+        self.compiled, self.is_new = grammars.compile(grammar, None)
+
+    def renew(self) -> None:
+        self.compiled, self.is_new = self._grammars.compile(self._grammar, self.compiled)
+
+
 class GrammarState:
-    """One slot's place in its grammar."""
+    """One slot's place in its grammar. Use it after `wait` has returned True, and ask again after each change."""
 
     def __init__(
-        self, compiled: "Future[tuple[LLMatcher, TokenTable]]", generated: list[int], *,
-        stop_ids: frozenset[int], forcing: bool, bounded_space: bool,
-    ) -> None:  # fmt: skip
-        self.generated: list[int] = []
+        self, source: Source, generated: list[int], *, stop_ids: frozenset[int], forcing: bool, bounded_space: bool
+    ) -> None:
+        self.generated = list(generated)
         self.is_done = False
-        self._compiled: Future[tuple[LLMatcher, TokenTable]] | None = compiled
-        self._replay = generated
+        self._source = source
+        self._is_ready = False
         self._stop_ids, self._forcing, self._bounded_space = stop_ids, forcing, bounded_space
         self._matcher: LLMatcher
         self._table: TokenTable
@@ -138,20 +163,23 @@ class GrammarState:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the grammar is compiled by then. Raises GrammarFailure if it cannot be, or if it rejects what was generated."""
-        if self._compiled is None:
+        if self._is_ready:
             return True
         try:
-            matcher, self._table = self._compiled.result(timeout_s)
+            matcher, self._table = self._source.compiled.result(timeout_s)
         except TimeoutError:
             return False
         except GrammarError as fault:
             raise GrammarFailure(str(fault)) from fault
-        self._matcher = matcher.deep_copy()
-        self._compiled = None
+        replay, self.generated = self.generated, []
+        self._matcher, self._is_ready, self._pending, self._space = matcher.deep_copy(), True, [], 0
         self._settle()
-        for token_id in self._replay:
+        for i, token_id in enumerate(replay):
             self.advance(token_id)
-        return True
+            if not self._is_ready:
+                self.generated += replay[i + 1 :]
+                return False
+        return self._is_ready
 
     def take_forced(self) -> list[int]:
         """Tokens that are dictated here, which need no sampling; they count as generated. Empty if the slot does not force."""
@@ -165,18 +193,20 @@ class GrammarState:
                 break
         return taken
 
-    def write_mask(self, row: NDArray[np.uint32], banned: NDArray[np.int32]) -> bool:
-        """Set the bits of the tokens allowed next in `row` [words], which is zero. Whether `banned` must be left to the grammar.
+    def write_mask(self, row: NDArray[np.uint32], banned: NDArray[np.int32]) -> tuple[bool, bool]:
+        """Set the bits of the tokens allowed next in `row` [words], which is zero.
 
-        Raises GrammarFailure if nothing may follow.
+        Returns whether that was possible (else the grammar is being compiled anew: `wait`), and whether nothing but tokens of
+        `banned` is allowed. Raises GrammarFailure if nothing may follow.
         """
         if self._pending:
             token_id = self._pending[0]
             row[token_id >> 5] = np.uint32(1 << (token_id & 31))
         else:
             octets = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+            if not self._check():
+                return False, False
             row[: len(octets)] = octets[: len(row)]
-            self._check()
             if self._bounded_space and self._space >= MAX_SPACE:
                 without = row & ~self._table.space_only
                 if without.any():
@@ -184,21 +214,19 @@ class GrammarState:
         if not row.any():
             raise GrammarFailure("the grammar allows no token here")
         if not len(banned):
-            return False
+            return True, False
         without = row.copy()
         np.bitwise_and.at(without, banned >> 5, ~(np.uint32(1) << (banned & 31).astype(np.uint32)))
-        return not without.any()
+        return True, not without.any()
 
     def advance(self, token_id: int) -> None:
         """Take one generated token. Raises GrammarFailure if the grammar rejects it."""
-        if self._pending and self._pending[0] == token_id:
-            del self._pending[0]
-        else:
-            self._pending = []
-        if not self._matcher.consume_token(token_id):
-            self._check()
-            raise GrammarFailure(f"the grammar does not allow token {token_id} here")
+        self._pending = self._pending[1:] if self._pending[:1] == [token_id] else []
         self.generated.append(token_id)
+        if not self._matcher.consume_token(token_id):
+            if self._check():
+                raise GrammarFailure(f"the grammar does not allow token {token_id} here")
+            return
         num_bytes, num_trailing = self._table.num_bytes[token_id], self._table.num_trailing[token_id]
         self._space = int(num_trailing) + (self._space if num_bytes == num_trailing else 0)
         self._settle()
@@ -210,6 +238,12 @@ class GrammarState:
             self._pending = self._matcher.compute_ff_tokens()
         self._check()
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
+    def _check(self) -> bool:
+        """Whether the matcher is well. If not, and others have used it before, a new one is on its way; else GrammarFailure."""
+        if not self._matcher.is_error():
+            return True
+        if self._source.is_new:
             raise GrammarFailure(describe_failure(self._matcher.get_error()))
+        self._source.renew()
+        self._is_ready, self.is_done, self._pending = False, False, []
+        return False

@@ -84,8 +84,8 @@ def draw_tokens(
     edits = Edits(num_rows, vocab_size)
     for i in special.tolist():
         slot = int(draws.slots[i])
-        if i not in dictated and slot not in failures:
-            _edit(slots, draws, i, edits, failures)
+        if i not in dictated and slot not in failures and not _edit(slots, draws, i, edits, failures):
+            dictated[i] = None
     is_drawn = ~np.isin(draws.slots, list(failures))
     is_drawn[list(dictated)] = False
     drawn = draws.where(is_drawn)
@@ -119,13 +119,15 @@ def _dictated(
     return dictated
 
 
-def _edit(slots: Slots, draws: Draws, i: int, edits: "Edits", failures: dict[int, str]) -> None:
+def _edit(slots: Slots, draws: Draws, i: int, edits: "Edits", failures: dict[int, str]) -> bool:
+    """Whether the draw can be made now."""
     slot = int(draws.slots[i])
     num_generated = int(draws.positions[i]) - int(slots.prompt_lens[slot])
     try:
-        edits.add(int(draws.logit_rows[i]), _extras(slots, slot), num_generated)
+        return edits.add(int(draws.logit_rows[i]), _extras(slots, slot), num_generated)
     except GrammarFailure as fault:
         failures[slot] = str(fault)
+        return True
 
 
 class Edits:
@@ -138,26 +140,25 @@ class Edits:
         self.penalties: list[tuple[int, Ints, Ints]] = []
         self.strengths: Floats | None = None  # [3, rows]: repetition, presence, frequency
 
-    def add(self, row: int, extras: Extras, num_generated: int) -> None:
-        """Raises GrammarFailure."""
+    def add(self, row: int, extras: Extras, num_generated: int) -> bool:
+        """False, and nothing is added, if the grammar is being compiled anew. Raises GrammarFailure."""
         banned = extras.banned_ids if num_generated < extras.params.min_tokens else extras.banned_ids[:0]
-        if extras.grammar is not None and self._constrain(row, extras, banned):
-            banned = banned[:0]
+        if extras.grammar is not None:
+            allowed = np.zeros(self.shape[1], np.uint32)
+            is_ready, lifts_bans = extras.grammar.write_mask(allowed, banned)
+            if not is_ready:
+                return False
+            if self.mask is None:
+                self.mask = np.full(self.shape, ALL_BITS)
+            self.mask[row] = allowed
+            banned = banned[:0] if lifts_bans else banned
         if len(extras.bias_ids):
             self.bias.append((row, extras.bias_ids, extras.bias_values))
         if len(banned):
             self.bias.append((row, banned, np.full(len(banned), -np.inf, np.float32)))
         if extras.penalties is not None:
             self._penalise(row, extras)
-
-    def _constrain(self, row: int, extras: Extras, banned: Ints) -> bool:
-        assert extras.grammar is not None
-        allowed = np.zeros(self.shape[1], np.uint32)
-        lifts_bans = extras.grammar.write_mask(allowed, banned)
-        if self.mask is None:
-            self.mask = np.full(self.shape, ALL_BITS)
-        self.mask[row] = allowed
-        return lifts_bans
+        return True
 
     def _penalise(self, row: int, extras: Extras) -> None:
         if self.strengths is None:

@@ -106,7 +106,9 @@ class Slots:
         for i in np.flatnonzero(self.has_extras[slots]).tolist():
             extras = self.extras[slots[i]]
             if extras is not None and extras.grammar is not None and slots[i] not in self.failures:
-                tokens[i] = extras.grammar.generated[positions[i] - self.prompt_lens[slots[i]]]
+                index = int(positions[i] - self.prompt_lens[slots[i]])
+                assert 0 <= index < len(extras.grammar.generated), f"slot {slots[i]} has no token at {positions[i]} yet"
+                tokens[i] = extras.grammar.generated[index]
         return tokens
 
     def grammar_done(self, slots: Ints) -> Ints:

@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from anabranch.runtime.grammars import (
     to_llguidance,
     validate_grammar,
 )
-from anabranch.runtime.json_schema import HONOURED, SchemaError, check_schema
+from anabranch.runtime.json_schema import ANNOTATIONS, APPLICATORS, FORMATS, HONOURED, SchemaError, check_schema
 from anabranch.runtime.messages import Grammar
 
 
@@ -420,3 +422,14 @@ def test_lark_is_passed_on_with_its_back_doors_closed() -> None:
     assert "%json" in problem("lark", 'start: "a" %json {"type": "string", "foo": 1}').message
     assert "temperature=" in problem("lark", 'start: x\nx[temperature=0.5]: "a"').message
     assert "nope" in problem("lark", "start: nope").message
+
+
+def test_the_documentation_lists_what_is_honoured_and_what_is_refused() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "grammars.md").read_text()
+    honoured, let_through, refused = (
+        line for line in page.splitlines() if line.startswith(("| honoured", "| let", "| refused,"))
+    )
+    assert set(re.findall(r"`([^`]+)`", honoured)) == {*HONOURED, *APPLICATORS}
+    assert set(re.findall(r"`([^`]+)`", let_through)) == {*ANNOTATIONS, "$id", "x-"}
+    assert set(re.findall(r"`([^`]+)`", refused)) <= REFUSED.keys()
+    assert all(f"`{name}`" in page for name in FORMATS)

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from support.tiny_models import make_puppet_map, make_tiny_llama
 from support.tokenizers import byte_bpe_tokenizer
 from support.worker_driver import Branch, Driver, Row, errors_of
@@ -359,6 +360,40 @@ def test_a_grammar_that_runs_dry_fails_its_slot_with_a_reason(tiny: Model) -> No
     assert len(other.output) == 1
     for used in (branch, other):
         tiny.driver.close(used)
+
+
+def test_a_limit_that_others_have_used_up_does_not_fail_a_slot(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of one grammar share lexer states. Whoever runs out of them gets a fresh grammar, and goes on where it was."""
+    source = "(a|b)*a(a|b){40}c"
+    monkeypatch.setattr(
+        grammar_module, "parser_limits", lambda: LLParserLimits(max_lexer_states=400, verbose_errors=False)
+    )
+    grammars, num_compiled = tiny.worker._grammars, 0
+    assert grammars is not None
+    compile_now = grammars._compile
+
+    def counted(grammar: Grammar) -> object:
+        nonlocal num_compiled
+        num_compiled += 1
+        return compile_now(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", counted)
+    outputs = []
+    for seed in range(8):
+        branch = tiny.open("regex", source, seed=seed, temperature=100.0)
+        tiny.driver.generate(branch, 40)
+        tiny.driver.close(branch)
+        assert branch.error is None
+        outputs.append(branch.output)
+    assert len({tuple(output) for output in outputs}) == 8
+    assert 1 < num_compiled < 8
+    for seed, output in enumerate(outputs):
+        grammars._compiled.clear()
+        assert tiny.generate("regex", source, 40, seed=seed, temperature=100.0).output[:40] == output[:40]
+    branch = tiny.generate(
+        "regex", "(a|b)*a(a|b){500}c", 3000, temperature=100.0
+    )  # alone it runs out, too: that is its own fault
+    assert branch.error is not None and "too many states" in branch.error
 
 
 def test_a_worker_without_a_vocabulary_says_that_grammars_are_off(tmp_path: Path, tiny: Model) -> None:
