@@ -1,0 +1,27 @@
+import warnings
+
+import pytest
+
+from anabranch.kernels import registry
+from anabranch.kernels.reference import ReferenceBackend
+
+
+def test_backends_are_found_by_name() -> None:
+    assert isinstance(registry.backend("reference"), ReferenceBackend)
+    with pytest.raises(ValueError, match="backend must be one of auto, cpu, reference, flashinfer, got 'cuda'"):
+        registry.backend("cuda")
+    with pytest.raises(registry.BackendUnavailable, match="use 'cpu' or 'reference'"):
+        registry.backend("flashinfer")
+
+
+def test_without_a_compiler_auto_falls_back_with_one_warning_and_cpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(precision: str, num_threads: int | None) -> None:
+        raise registry.BackendUnavailable("The native CPU kernels could not be built: no C++ compiler found.")
+
+    monkeypatch.setattr(registry, "_native", unavailable)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert registry.backend("auto").name == "reference"
+    assert len(caught) == 1 and "no C++ compiler" in str(caught[0].message)
+    with pytest.raises(registry.BackendUnavailable, match="no C\\+\\+ compiler"):
+        registry.backend("cpu")
