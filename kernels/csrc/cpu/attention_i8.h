@@ -36,25 +36,27 @@ ANB_INLINE void pack_q_i8(const KVPool& kv, const float* q, float scale, int r, 
   const float top = hmax(high) + hsum(fault);  // NaN where q is not finite
   const vf inverse = set1(top > 0.0f ? kQSteps / top : 0.0f), least = set1(-kQSteps), most = set1(kQSteps);
   int32_t* words = (int32_t*)packed;
-  int32_t sum = 0;
+#if defined(__AVX512F__)
+  __m512i total = _mm512_setzero_si512();
+#endif
   for (int d = 0; d < dim; d += kLanes) {
     int32_t x[kLanes];
     store_ints(x, min(most, max(least, mul(mul(load_first(q + d, n - d), set1(scale)), inverse))));
 #if defined(__AVX512F__)
-    uint8_t digits[2][kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const int32_t digit = (x[i] + 64) >> 7;
-      digits[0][i] = uint8_t(digit);
-      digits[1][i] = uint8_t(x[i] - 128 * digit);
-      sum += x[i];
-    }
+    const __m512i all = _mm512_loadu_si512(x), high_digits = _mm512_srai_epi32(_mm512_add_epi32(all, _mm512_set1_epi32(64)), 7);
+    total = _mm512_add_epi32(total, all);
+    int32_t digits[2][4];
+    _mm_storeu_si128((__m128i*)digits[0], _mm512_cvtepi32_epi8(high_digits));
+    _mm_storeu_si128((__m128i*)digits[1], _mm512_cvtepi32_epi8(_mm512_sub_epi32(all, _mm512_slli_epi32(high_digits, 7))));
     for (int pass = 0; pass < 2; ++pass)
-      for (int i = 0; i < 4; ++i) memcpy(words + (pass * dim / 4 + d / 4 + i) * tile + r, digits[pass] + 4 * i, 4);
+      for (int i = 0; i < 4; ++i) words[(pass * dim / 4 + d / 4 + i) * tile + r] = digits[pass][i];
 #else
     for (int i = 0; i < kLanes; ++i) words[(d + i) * tile + r] = x[i];
 #endif
   }
-  words[q_digit_words(dim) * tile + r] = 128 * sum;
+#if defined(__AVX512F__)
+  words[q_digit_words(dim) * tile + r] = 128 * _mm512_reduce_add_epi32(total);
+#endif
   packed[(q_digit_words(dim) + 1) * tile + r] = top / kQSteps;
 }
 
@@ -109,7 +111,7 @@ ANB_INLINE void score_chunks_i8(const Block& block, const Block& ahead, int chun
 }
 
 template <int R>
-void score_tile_i8(const Block& block, const Block& ahead, int first_chunk, int last_chunk, const float* q, int dim, float* scores) {
+__attribute__((noinline)) void score_tile_i8(const Block& block, const Block& ahead, int first_chunk, int last_chunk, const float* q, int dim, float* scores) {
   constexpr int C = kAccumulators / R >= 8 ? 8 : kAccumulators / R >= 4 ? 4 : kAccumulators / R >= 2 ? 2 : 1;
   int c = first_chunk;
   for (; c + C <= last_chunk; c += C) score_chunks_i8<R, C>(block, ahead, c, q, dim, scores);
@@ -118,18 +120,21 @@ void score_tile_i8(const Block& block, const Block& ahead, int first_chunk, int 
 
 // ---- Weights ----
 
-// Chunk `c` of a row's weights as digits: high bytes at digits[slot], low ones kBlock further.
+constexpr float kLeastWeight = 1e-30f;    // a row whose largest weight in a block is below it gets 0 from there
+
+// A chunk of a row's weights as digits: for every four slots, four high bytes, then four low ones.
 ANB_INLINE void store_digits(vf weights, uint8_t* digits, int chunk) {
 #if defined(__AVX512F__)
-  const __m512i w = _mm512_cvtps_epi32(weights.v);
-  _mm_storeu_si128((__m128i*)(digits + chunk * kLanes), _mm512_cvtepi32_epi8(_mm512_srli_epi32(w, 8)));
-  _mm_storeu_si128((__m128i*)(digits + kBlock + chunk * kLanes), _mm512_cvtepi32_epi8(w));
+  const __m256i words = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(weights.v));
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+  _mm256_storeu_si256((__m256i*)(digits + chunk * 2 * kLanes), _mm256_shuffle_epi8(words, order));
 #else
   int32_t w[kLanes];
   store_ints(w, weights);
   for (int i = 0; i < kLanes; ++i) {
-    digits[chunk * kLanes + i] = uint8_t(w[i] >> 8);
-    digits[kBlock + chunk * kLanes + i] = uint8_t(w[i]);
+    uint8_t* four = digits + chunk * 2 * kLanes + i / 4 * 8 + i % 4;
+    four[0] = uint8_t(w[i] >> 8);
+    four[4] = uint8_t(w[i]);
   }
 #endif
 }
@@ -140,21 +145,23 @@ template <bool kWhole>
 ANB_INLINE float weigh_i8(const Block& block, const Seen& seen, int first, int last, float top, float* scores, uint8_t* digits, float* scale) {
   const int mine = kWhole ? 0 : first_chunk_of(seen), mine_end = kWhole ? kChunks : last_chunk_of(seen);
   const vf shift = set1(top);
-  vf sum = zero(), high = zero(), fault = zero();
+  vf sum = zero(), high = zero();
   for (int c = mine; c < mine_end; ++c) {
     const vf p = exp2(sub(load(scores + c * kLanes), shift));
     vf w = mul(p, load(block.v_scale[c]));
     if (!kWhole && !seen.sees_all(c)) w = select(seen.mask(c), w, zero());
     sum = add(sum, p);
-    high = max(high, w);
-    fault = add(fault, w);
+    high = max_sticky(high, w);
     store(scores + c * kLanes, w);
   }
-  const float largest = hmax(high), total = hsum(fault);
-  const vf inverse = set1(largest > 0.0f ? kWeightSteps / largest : 0.0f), most = set1(kWeightSteps);
-  for (int c = first; c < last; ++c)
-    store_digits(kWhole || (mine <= c && c < mine_end) ? min(mul(load(scores + c * kLanes), inverse), most) : zero(), digits, c);
-  *scale = total - total == 0.0f ? largest / kWeightSteps : total - total;  // NaN where a weight is not finite
+  const float largest = hmax_sticky(high);
+  const vf inverse = set1(largest > kLeastWeight ? kWeightSteps / largest : 0.0f);
+  if (kWhole) {
+    for (int c = 0; c < kChunks; ++c) store_digits(mul(load(scores + c * kLanes), inverse), digits, c);
+  } else {
+    for (int c = first; c < last; ++c) store_digits(mine <= c && c < mine_end ? mul(load(scores + c * kLanes), inverse) : zero(), digits, c);
+  }
+  *scale = largest < kInfinity ? largest / kWeightSteps : __builtin_nanf("");
   return hsum(sum);
 }
 
@@ -162,7 +169,7 @@ ANB_INLINE float weigh_i8(const Block& block, const Seen& seen, int first, int l
 
 // out[r][z] = scale[r] * sum of w[r][t] * v[t][z] over chunks [first, last), Z vectors of dims from `dim0` on.
 template <int R, int Z>
-ANB_INLINE void accumulate_i8(const Block& block, const Block& ahead, int first, int last, const uint8_t* digits, const float* scale, int dim,
+__attribute__((noinline)) void accumulate_i8(const Block& block, const Block& ahead, int first, int last, const uint8_t* digits, const float* scale, int dim,
                               int dim0, float* out) {
 #if defined(__AVX512F__)
   __m512i sum[R][Z];
@@ -170,9 +177,10 @@ ANB_INLINE void accumulate_i8(const Block& block, const Block& ahead, int first,
     for (int z = 0; z < Z; ++z) sum[r][z] = _mm512_setzero_si512();
   for (int pass = 0; pass < 2; ++pass) {
     for (int c = first; c < last; ++c)
+#pragma GCC unroll 1  // unrolled, GCC 12 shuffles the accumulators between registers
       for (int group = 0; group < 4; ++group) {
         const int64_t offset = (group * dim + dim0) * 4;
-        const uint8_t* w = digits + pass * kBlock + c * kLanes + group * 4;
+        const uint8_t* w = digits + c * 2 * kLanes + group * 8 + pass * 4;
         __m512i x[Z];
         for (int z = 0; z < Z; ++z) x[z] = _mm512_loadu_si512(block.v[c] + offset + z * 64);
         for (int r = 0; r < R; ++r) {
@@ -197,9 +205,9 @@ ANB_INLINE void accumulate_i8(const Block& block, const Block& ahead, int first,
       int32_t sum[kLanes] = {};
       for (int t = first * kLanes; t < last * kLanes; t += 4) {
         const int8_t* x = (const int8_t*)block.v[t / kLanes] + (t % kLanes * dim + (dim0 + z * kLanes) * 4);
-        const uint8_t* w = digits + r * 2 * kBlock + t;
+        const uint8_t* w = digits + r * 2 * kBlock + t * 2;
         int32_t y[4];
-        for (int j = 0; j < 4; ++j) y[j] = w[j] * 256 + w[kBlock + j];
+        for (int j = 0; j < 4; ++j) y[j] = w[j] * 256 + w[4 + j];
         for (int i = 0; i < kLanes; ++i) sum[i] += x[4 * i] * y[0] + x[4 * i + 1] * y[1] + x[4 * i + 2] * y[2] + x[4 * i + 3] * y[3];
       }
       store(out + r * dim + dim0 + z * kLanes, mul(load_ints(sum), set1(scale[r])));

@@ -55,7 +55,7 @@ struct Scratch {
   float* k_scale;   // [kBlock]
   float* v_scale;   // [kBlock]
   float* scores;    // [kMaxTile][kBlock]
-  uint8_t* digits;  // i8: weights, [kMaxTile][2][kBlock]
+  uint8_t* digits;  // i8: weights, [kMaxTile][2 * kBlock]
   float* tile_out;  // [kMaxTile][padded_dim]
   float* q;         // query rows in tiles, q_words each
   float* state;     // [query rows][padded_dim]: output so far

@@ -32,13 +32,16 @@ void write_slot_i8(const KVPool& kv, uint8_t* head, int offset, const float* k, 
   const int k_step = kv.chunk * 4, v_step = has_chunks ? 4 : 1;
   uint8_t *k_at = head + k_index(kv, offset, 0), *v_at = head + kv.v_offset + v_index(kv, offset, 0);
   for (int d = 0; d < kv.padded_dim; d += kLanes) {
-    int32_t ks[kLanes], vs[kLanes];
-    store_ints(ks, min(high, max(low, mul(load_first(k + d, kv.head_dim - d), k_inverse))));
-    store_ints(vs, min(high, max(low, mul(load_first(v + d, kv.head_dim - d), v_inverse))));
-    for (int i = 0; i < kLanes; ++i) {
-      k_at[(d + i) / 4 * k_step + (d + i) % 4] = uint8_t(ks[i] + 128);
-      v_at[(d + i) * v_step] = uint8_t(vs[i]);
+    uint8_t ks[kLanes], vs[kLanes];
+    store_bytes(ks, min(high, max(low, mul(load_first(k + d, kv.head_dim - d), k_inverse))));
+    store_bytes(vs, min(high, max(low, mul(load_first(v + d, kv.head_dim - d), v_inverse))));
+    for (int i = 0; i < kLanes; i += 4) {
+      uint32_t four;
+      memcpy(&four, ks + i, 4);
+      four ^= 0x80808080u;  // + 128
+      memcpy(k_at + (d + i) / 4 * k_step, &four, 4);
     }
+    for (int i = 0; i < kLanes; ++i) v_at[(d + i) * v_step] = vs[i];
   }
 }
 

@@ -64,6 +64,9 @@ ANB_INLINE vf mul(vf a, vf b) { return {_mm512_mul_ps(a.v, b.v)}; }
 ANB_INLINE vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 ANB_INLINE vf max(vf a, vf b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 ANB_INLINE vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }  // b where either is NaN
+ANB_INLINE vf max_sticky(vf a, vf b) {  // of numbers that are not negative; NaN wins
+  return {_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+}
 ANB_INLINE vf select(uint32_t mask, vf yes, vf no) { return {_mm512_mask_blend_ps(__mmask16(mask), no.v, yes.v)}; }
 ANB_INLINE uint32_t is_less(vf a, vf b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
 ANB_INLINE uint32_t is_equal(vf a, vf b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
@@ -73,6 +76,7 @@ ANB_INLINE vf load_bfloat(const uint16_t* p) {
 }
 // Rounded to nearest even; any number for NaN and what an int32 cannot hold.
 ANB_INLINE void store_ints(int32_t* p, vf x) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(x.v)); }
+ANB_INLINE void store_bytes(uint8_t* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
 ANB_INLINE vf load_ints(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 ANB_INLINE void scatter(float* p, int stride, vf x) {  // lane i to p[i * stride]
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -84,6 +88,9 @@ ANB_INLINE float hmax(vf x) {  // NaN lanes may be passed over
   __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   b = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+ANB_INLINE float hmax_sticky(vf x) {  // of numbers that are not negative; NaN if any is NaN
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(_mm512_reduce_max_epu32(_mm512_castps_si512(x.v))))));
 }
 ANB_INLINE float hsum(vf x) {
   __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
@@ -120,6 +127,10 @@ ANB_INLINE vf mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x
 ANB_INLINE vf fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 ANB_INLINE vf max(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 ANB_INLINE vf min(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+ANB_INLINE __m256 max_bits(__m256 x, __m256 y) {
+  return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
+}
+ANB_INLINE vf max_sticky(vf x, vf y) { return {max_bits(x.a, y.a), max_bits(x.b, y.b)}; }
 ANB_INLINE __m256 lane_mask(uint32_t mask) {
   const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(mask)), bit), bit));
@@ -196,6 +207,7 @@ ANB_INLINE vf mul(vf a, vf b) { ANB_LANES(a.v[i] * b.v[i]); }
 ANB_INLINE vf fma(vf a, vf b, vf c) { ANB_LANES(a.v[i] * b.v[i] + c.v[i]); }
 ANB_INLINE vf max(vf a, vf b) { ANB_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 ANB_INLINE vf min(vf a, vf b) { ANB_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+ANB_INLINE vf max_sticky(vf a, vf b) { ANB_LANES(a.v[i] > b.v[i] || a.v[i] != a.v[i] ? a.v[i] : b.v[i]); }
 ANB_INLINE vf select(uint32_t mask, vf yes, vf no) { ANB_LANES(mask >> i & 1 ? yes.v[i] : no.v[i]); }
 ANB_INLINE uint32_t is_less(vf a, vf b) {
   uint32_t mask = 0;
@@ -252,6 +264,20 @@ ANB_INLINE void scatter(float* p, int stride, vf x) {  // lane i to p[i * stride
   float lanes[kLanes];
   store(lanes, x);
   for (int i = 0; i < kLanes; ++i) p[i * stride] = lanes[i];
+}
+// The low bytes of the rounded numbers.
+ANB_INLINE void store_bytes(uint8_t* p, vf x) {
+  int32_t words[kLanes];
+  store_ints(words, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = uint8_t(words[i]);
+}
+// Largest of numbers that are not negative; NaN if any is NaN.
+ANB_INLINE float hmax_sticky(vf x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) lanes[i] = lanes[i] > lanes[i + n] || lanes[i] != lanes[i] ? lanes[i] : lanes[i + n];
+  return lanes[0];
 }
 #endif
 
