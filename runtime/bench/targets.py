@@ -66,7 +66,7 @@ class EmbeddedNode:
         asked, arrivals = time.perf_counter(), []
         params = GenerateParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature)
         inner = self._branch.generate(params, on_text=lambda _: arrivals.append(time.perf_counter() - asked))
-        return then(inner, lambda g: reply_of(g, time.perf_counter() - asked, tuple(arrivals)))
+        return then(inner, lambda g: reply_of(g, time.perf_counter() - asked, tuple(arrivals)), self)
 
     def fork(self, n: int) -> "list[Node]":
         return [EmbeddedNode(child) for child in self._branch.fork(n)]
@@ -74,7 +74,7 @@ class EmbeddedNode:
     def select(self, choices: list[str]) -> "Future[Reply]":
         asked = time.perf_counter()
         inner = self._branch.score(choices, "token_length_normalized", append=False)
-        return then(inner, lambda s: Reply(choices[s.best], 0, 0, 0, time.perf_counter() - asked))
+        return then(inner, lambda s: Reply(choices[s.best], 0, 0, 0, time.perf_counter() - asked), self)
 
     def close(self) -> None:
         self._branch.close()
@@ -92,11 +92,14 @@ def reply_of(generation: Any, total: float, arrivals: tuple[float, ...]) -> Repl
     )  # fmt: skip
 
 
-def then(inner: "Future[Any]", convert: Any) -> "Future[Reply]":
-    """A future of `convert(result)`; converted on the thread that completes `inner`, so that times are not the reader's."""
+def then(inner: "Future[Any]", convert: Any, node: Any) -> "Future[Reply]":
+    """A future of `convert(result)`; converted on the thread that completes `inner`, so that times are not the reader's.
+
+    `node` is held until then: a branch that nobody holds is released, and what runs on it ends.
+    """
     outer: Future[Reply] = Future()
 
-    def finish(done: "Future[Any]") -> None:
+    def finish(done: "Future[Any]", _held: Any = node) -> None:
         try:
             outer.set_result(convert(done.result()))
         except BaseException as error:
