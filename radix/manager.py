@@ -165,7 +165,8 @@ class KVManager:
             return branch.computed
         if branch.memo_epoch < 0 or not self.placement.is_unchanged(branch):
             self._must_be_open(branch)
-            branch.memo = max(0, min(self.placement.find(branch)[1], len(branch) - 1))
+            self.placement.find(branch)
+        branch.memo = max(0, min(branch.position, len(branch) - 1))
         branch.memo_epoch = self.tree.epoch
         return branch.memo
 

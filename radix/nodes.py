@@ -21,7 +21,6 @@ class Nodes:
         "_used",
         "end",
         "first_page",
-        "frozen",
         "generation",
         "idle",
         "leased_children",
@@ -50,14 +49,15 @@ class Nodes:
         self.locked_children = array("i")  # children that are protected by locks
         self.leases = array("i")
         self.leased_children = array("i")
-        self.idle = array("i")  # open branches that are not attached and last ended here: a hint, not a hold
+        self.idle = array(
+            "i"
+        )  # open branches that are not attached and remember the node; it may be evicted all the same
         self.generation = array("i")  # grows each time the id is freed
         self.previous = array("i")  # neighbours in the eviction order; `next` is NONE while not in it
         self.next = array("i")
         self.queue_key = array("d")
         self.queue_class = array("b")
         self.shares_first = array("b")  # 1: an ancestor holds the first page too (the edge begins inside it)
-        self.frozen = array("b")  # 1: lost part of its tail, so it must never grow again (see RadixTree.extend)
         self.uses = array("B")  # how often a branch came here or forked off here, saturating
         self.pages: list[bytes] = []  # int32 page ids of the edge, in order, if it has more than one
         self._free = array("i")
@@ -97,7 +97,7 @@ class Nodes:
         self.end[node] = self.start[node] = 0
         self.pins[node] = self.idle[node] = 0
         self.pages[node] = b""
-        self.uses[node] = self.shares_first[node] = self.frozen[node] = 0
+        self.uses[node] = self.shares_first[node] = 0
 
     def _grow(self) -> None:
         capacity = len(self.parent)

@@ -10,9 +10,10 @@ from anabranch.radix.tree import RadixTree
 class Placement:
     """Finds the longest cached prefix of idle branches, going on from where each of them last was.
 
-    A branch remembers a node, the node's generation, and a position up to which the path to the node agrees with its tokens.
-    While the node lives, that stays true up to the node's end: edges only lose their tail, and one that did never
-    grows again. A split moves the position into an ancestor. If the node is gone, the search starts at the root.
+    A branch remembers a node, the node's generation, and a position up to which the path to the node agrees with its
+    tokens. While the node lives, that stays true up to the node's end: an edge may lose its tail, and does not grow
+    while an idle branch remembers it; that is why they are counted. A split moves the position into an ancestor. If
+    the node is gone, the search starts at the root.
     """
 
     __slots__ = ("_tree",)
@@ -33,6 +34,7 @@ class Placement:
         else:
             root, position = tree.find_root(branch.namespace), 0
             if root is None:
+                branch.node, branch.position, branch.is_counted = NONE, 0, False
                 return NONE, 0
             node = root
         if position < length and tree.continues(node, position, branch.log.at(position)):

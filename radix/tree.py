@@ -17,8 +17,8 @@ insert x y at 6                x y        child      q1           q1: the copy o
 
 A node's id names the *end* of its edge. A split gives the upper half the new id, so whoever sits at the end of a node
 (a lock, a branch, a queue place) is not disturbed. An edge changes in two more ways: its unlocked tail is evicted, or
-its one writer grows it. An edge that lost its tail never grows again, so a position in a node that was once verified
-against some tokens stays verified for as long as the node lives; branches rely on that to resume without a walk.
+its one writer grows it, while nobody else remembers it. So what an idle branch once found in a node stays found, up to
+the node's end, for as long as the node lives; branches rely on that to resume without a walk.
 """
 
 from __future__ import annotations
@@ -233,14 +233,14 @@ class RadixTree:
     def can_grow(self, node: int) -> bool:
         """Whether the edge may be made longer in place by the one branch that has it locked.
 
-        Not if others may come back to its end: a node should end there, so that what follows can be dropped by itself.
+        Not while an idle branch remembers it: that may remember a longer edge than there is now (see the top of this
+        file), and what follows should be a node that can be dropped by itself.
         """
         nodes = self.nodes
         return (
             nodes.parent[node] != NONE
             and nodes.locks[node] == nodes.pins[node] == 1
             and not nodes.idle[node]
-            and not nodes.frozen[node]
             and len(nodes.pages[node]) < 4 * MAX_GROWN_PAGES
         )
 
@@ -419,7 +419,6 @@ class RadixTree:
         self.num_tokens -= nodes.end[node] - end
         self.num_pages -= num_pages
         nodes.end[node] = end
-        nodes.frozen[node] = 1
         self.epoch += 1
 
     def _remove(self, node: int) -> None:

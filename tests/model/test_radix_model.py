@@ -42,6 +42,10 @@ class CacheModel(RuleBasedStateMachine):
         branch = self.pick(data)
         self.world.append(branch, tokens[: MAX_LENGTH - len(branch)])
 
+    @rule(data=st.data(), n=st.integers(1, 6))
+    def echo(self, data: st.DataObject, n: int) -> None:
+        self.world.echo(self.pick(data), n)
+
     @precondition(lambda self: len(self.world.branches) < MAX_BRANCHES)
     @rule(data=st.data(), n=st.integers(0, 3))
     def fork(self, data: st.DataObject, n: int) -> None:

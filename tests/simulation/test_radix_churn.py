@@ -16,7 +16,9 @@ def act(world: World, rng: random.Random) -> str:
     attached = [branch for branch in world.branches if branch.attached]
     choices = ["open"] * (len(world.branches) < 12) + ["pass_time", "settle"] + ["flush"] * (rng.random() < 0.05)
     if world.branches:
-        choices += ["append"] * 3 + ["fork"] * (len(world.branches) < 12) + ["rollback", "release", "adopt"]
+        choices += (
+            ["append"] * 2 + ["echo"] * 2 + ["fork"] * (len(world.branches) < 12) + ["rollback", "release", "adopt"]
+        )
     if idle:
         choices += ["attach"] * 4 + ["lease"]
     if attached:
@@ -31,6 +33,8 @@ def act(world: World, rng: random.Random) -> str:
         case "append":
             if len(any_branch) < 80:
                 world.append(any_branch, tokens(rng, 6))
+        case "echo":
+            world.echo(any_branch, rng.randint(1, 5))
         case "fork":
             world.fork(any_branch, rng.randint(1, 3))
         case "rollback":

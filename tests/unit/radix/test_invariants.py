@@ -159,7 +159,7 @@ def test_damage_is_found_by_the_rule_that_names_it(
     damage(m, writer, owner)
     with pytest.raises(AssertionError):
         next(candidate for candidate in RULES if candidate.__name__ == rule)(m)
-    with pytest.raises(AssertionError, match="tree|page|free"):
+    with pytest.raises(AssertionError, match=r"tree|page|free"):
         check(m)
 
 

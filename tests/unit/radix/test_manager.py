@@ -197,6 +197,32 @@ def test_a_page_that_a_step_in_flight_writes_is_kept_though_others_have_its_toke
     assert m.lookup(second) == 6
 
 
+@pytest.mark.parametrize("goes_on_with", [99, 6])
+def test_a_claimed_page_is_kept_while_it_is_written_though_others_have_its_tokens(goes_on_with: int) -> None:
+    m = KVManager(32, 8)
+    trunk = cached(m, [0, 1, 2, 3])
+    writer, other = m.fork(trunk, 2)
+    for branch in (writer, other):
+        m.append(branch, [4, 5])
+        m.attach(branch)
+        compute(m, branch)
+    m.append(other, [6])
+    compute(m, other)
+    assert m.num_copies == 1, "the writer claimed the trunk's page, the other copied it"
+    m.reserve(writer, 7)  # a step in flight writes position 6
+    table = writer.page_table.tolist()
+    m.publish(other)
+    m.publish(writer)
+    check(m)
+    assert writer.page_table.tolist() == table, "the step in flight must find its page where it was"
+    m.append(writer, [goes_on_with])
+    m.commit(writer, 7)
+    m.detach(writer)
+    check(m)
+    m.append(writer, [50])
+    assert m.lookup(writer) == 7
+
+
 def test_two_that_diverge_in_the_same_page_both_keep_theirs() -> None:
     m = KVManager(32, 4)
     branches = [m.open(b"") for _ in range(2)]
@@ -253,6 +279,16 @@ def test_rolling_back_below_a_token_that_was_to_be_recomputed_forgets_it() -> No
     other = m.open(b"")
     m.append(other, [0, 1, 2, 3, 9, 9, 9])
     assert m.lookup(other) == 6
+
+
+def test_a_branch_is_not_fooled_by_what_grew_where_its_own_tail_was_evicted() -> None:
+    m = KVManager(16, 4)
+    sleeper = cached(m, list(range(16)))
+    m.tree.evict(2)
+    cached(m, [*range(8), 70, 71, 72, 73, 74, 75, 76, 77])
+    assert m.lookup(sleeper) == 8
+    assert m.attach(sleeper) == 8
+    check(m)
 
 
 def test_adopt_takes_the_winners_tokens_and_pages_and_closes_it() -> None:

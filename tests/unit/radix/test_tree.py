@@ -148,11 +148,19 @@ def test_eviction_takes_exactly_the_pages_it_needs_from_the_tail(wanted: int) ->
     assert (node in tree.children.values()) == (wanted < 5)
 
 
-def test_an_edge_that_lost_its_tail_never_grows_again() -> None:
+def test_an_edge_does_not_grow_while_others_hold_or_remember_it() -> None:
     tree, root = new_tree()
     node = grown(tree, root, list(range(16)))
-    tree.evict(2)
     tree.lock(node)
+    assert tree.can_grow(node)
+    for take, give_back in ((tree.lock, tree.unlock), (tree.lease, tree.unlease)):
+        take(node)
+        assert not tree.can_grow(node)
+        give_back(node)
+    tree.nodes.idle[node] += 1
+    assert not tree.can_grow(node)
+    tree.nodes.idle[node] -= 1
+    grown(tree, node, [7])
     assert not tree.can_grow(node)
 
 
