@@ -13,6 +13,7 @@ import numpy as np
 
 from anabranch.runtime.errors import internal
 from anabranch.runtime.scheduler.decisions import TokenBudget
+from anabranch.runtime.scheduler.following import Following
 from anabranch.runtime.scheduler.lifecycle import Lifecycle
 from anabranch.runtime.scheduler.plans import Row
 from anabranch.runtime.scheduler.requests import Request, State
@@ -33,10 +34,11 @@ class Chunk:
 
 
 class Filling:
-    def __init__(self, state: SchedulerState, lifecycle: Lifecycle, room: Room) -> None:
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle, room: Room, following: Following) -> None:
         self.s = state
         self.lifecycle = lifecycle
         self.room = room
+        self.following = following
 
     def chunks(self, left: int) -> list[Chunk]:
         """What each filling request computes of the step's `left` tokens, with pages to write it.
@@ -54,7 +56,7 @@ class Filling:
         return [chunk for chunk in chunks if chunk is not None and self._has_room(chunk)]
 
     def rows(self, chunks: list[Chunk]) -> list[Row]:
-        """The rows of those chunks whose requests have not been preempted meanwhile, and of their twins."""
+        """The rows of those chunks whose requests have not been preempted meanwhile, and of those that follow them."""
         rows: list[Row] = []
         for chunk in chunks:
             request = chunk.request
@@ -65,7 +67,7 @@ class Filling:
                 request.count_computed(chunk.first, chunk.stop)
                 rows.append(row)
                 if chunk.stop == request.fill_len and not chunk.has_tree:
-                    rows += self._twin_rows(request)
+                    rows += self.following.begin(request)
             except Exception as fault:
                 if self.s.policy.raise_errors:
                     raise
@@ -140,19 +142,3 @@ class Filling:
         assert score is not None
         tokens = np.concatenate([request.branch.known().tokens(chunk.first), np.array(score.trie.token_ids, np.int32)])
         return Row(request.slot, chunk.first, tokens, chunk.stop if score.is_last else chunk.stop - 1, trie=score.trie)
-
-    def _twin_rows(self, host: Request) -> list[Row]:
-        """Requests with the very same prompt sample their first token from the same logits."""
-        s, rows = self.s, []
-        length = host.fill_len
-        for twin in host.twins:
-            if twin.state is not State.WAITING or twin not in s.line or not s.slots.num_free:
-                continue
-            s.line.remove(twin)
-            if twin.scheduled_at is None:
-                twin.scheduled_at = s.now
-            self.lifecycle.take_twin_slot(twin)
-            s.counters["shared_logits"] += 1
-            rows.append(Row(twin.slot, length, np.empty(0, np.int32), length, samples=True, host=host.slot))
-        host.twins.clear()
-        return rows

@@ -24,7 +24,7 @@ from anabranch.runtime.messages import (
     as_ints,
 )
 from anabranch.runtime.scheduler.branches import BranchRecord
-from anabranch.runtime.scheduler.decisions import NeedsPages, Preempted
+from anabranch.runtime.scheduler.decisions import Preempted
 from anabranch.runtime.scheduler.requests import PromptLogprobs, Request, State
 from anabranch.runtime.scheduler.scores import ScoreTask
 from anabranch.runtime.scheduler.state import SchedulerState
@@ -151,27 +151,25 @@ class Lifecycle:
         request.count_attached(kv.computed)
         s.frontier.move(request, cached)
 
-    def take_twin_slot(self, request: Request) -> None:
-        """A slot without pages: the request's first token is sampled from the logits of another one with the same prompt."""
-        slots, length = self.s.slots, len(request.branch.known())
-        slot = slots.take(request)
-        request.state = State.RUNNING
-        slots.committed[slot] = slots.planned[slot] = slots.known[slot] = slots.capacity[slot] = length
-        slots.can_feed[slot] = slots.is_plain[slot] = False
-        request.count_attached(length)
+    def publish(self, request: Request) -> None:
+        """Let others use what the request has computed so far."""
+        s, kv = self.s, request.branch.known()
+        self.sync(request.slot)
+        s.manager.publish(kv)
+        s.slots.is_dirty[request.slot] |= kv.table_version != s.slots.table_version[request.slot]
+        if request.frontier is not None and kv.computed > request.frontier[1]:
+            s.frontier.move(request, kv.computed)
 
-    def seat_twin(self, request: Request) -> None:
-        """It has its first token, and the other one has published the prompt: go on from there."""
-        s, slot = self.s, request.slot
-        s.slots.committed[slot] = s.slots.planned[slot] = 0  # what it counts on is what it finds
-        self.sync(slot)
-        cached = self.attach(request)
-        if self.reserve(request, len(request.branch.known())):
-            s.slots.set_rules(slot, request)
-            self.seat(request, cached)
-        else:
-            s.deny(request, NeedsPages(s.pages_for(len(request.branch.known())), s.free_pages()))
-            self.give_up_seat(request)
+    def stop_following(self, request: Request) -> None:
+        """The request goes its own way; its host may be planned ahead again when it was the last one."""
+        host, slots = request.host, self.s.slots
+        if host is None:
+            return
+        request.host = None
+        slots.follows[request.slot] = False
+        host.num_followers -= 1
+        if not host.num_followers and host.slot >= 0:
+            slots.set_rules(host.slot, host)
 
     def give_up_seat(self, request: Request) -> None:
         """Back to the waiting line, without anything having been taken from it."""
@@ -238,6 +236,7 @@ class Lifecycle:
         s, slot, record = self.s, request.slot, request.branch
         kv = record.known()
         self.sync(slot)
+        self.stop_following(request)
         request.num_steps += int(s.slots.num_steps[slot])
         request.reached = max(request.reached, int(s.slots.committed[slot]))
         s.copies.pop(slot, None)

@@ -8,6 +8,7 @@ from anabranch.runtime.messages import SlotStart, StepPlan, ints
 from anabranch.runtime.scheduler.admission import Admission
 from anabranch.runtime.scheduler.decisions import Denied
 from anabranch.runtime.scheduler.filling import Filling
+from anabranch.runtime.scheduler.following import Following
 from anabranch.runtime.scheduler.groups import find_groups
 from anabranch.runtime.scheduler.lifecycle import Lifecycle
 from anabranch.runtime.scheduler.plans import StepRows, build_plan
@@ -22,19 +23,21 @@ class Planner:
         self.lifecycle = lifecycle
         self.room = Room(state, lifecycle)
         self.admission = Admission(state, lifecycle)
-        self.filling = Filling(state, lifecycle, self.room)
+        self.following = Following(state, lifecycle)
+        self.filling = Filling(state, lifecycle, self.room, self.following)
         self._grouped_at = -1  # `slots.changes` when groups were found
         self._used_at, self._used = -1, np.empty(0, np.int32)
 
     def plan(self) -> tuple[StepPlan | None, tuple[Denied, ...]]:
         """One step, if there is anything to do in it; and reasons that stand for many requests at once."""
         s = self.s
+        self.following.part()
         rows = StepRows(decode=self._decode_rows())
         left = s.config.tokens_per_step - len(rows.decode)
         denied = self.admission.admit(left)
         chunks = self.filling.chunks(left)
         rows.decode = rows.decode[s.slots.live[rows.decode] & ~s.slots.leaving[rows.decode]]
-        rows.others = self.filling.rows(chunks)
+        rows.others = self.following.rows(rows.decode) + self.filling.rows(chunks)
         if not len(rows) and (s.flights or not s.slots.ends):
             return None, denied
         return self._emit(rows), denied
@@ -46,7 +49,7 @@ class Planner:
         columns = self.s.slots
         used = self._used_slots()
         planned, known = columns.planned[used], columns.known[used]
-        is_ready = columns.live[used] & ~columns.leaving[used] & ~columns.filling[used]
+        is_ready = columns.live[used] & ~columns.leaving[used] & ~columns.filling[used] & ~columns.follows[used]
         is_ready &= planned + 1 < columns.limit[used]
         is_ready &= (planned < known) | columns.can_feed[used]
         rows = used[is_ready]

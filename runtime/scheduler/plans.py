@@ -143,7 +143,7 @@ def _page_columns(s: SchedulerState, slots: np.ndarray) -> tuple[np.ndarray, np.
         slot = int(slots[i])
         kv = columns.used[slot].branch.known()
         if not kv.attached:
-            continue  # a twin: no pages before its first token
+            continue  # it follows another request
         stable = kv.stable_since(int(columns.table_version[slot])) if columns.pages_sent[slot] else 0
         keep[i] = min(keep[i], stable)
         new.append(kv.page_table[keep[i] :])

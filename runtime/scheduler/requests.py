@@ -67,6 +67,8 @@ class Request:
     fill_len: int = 0  # tokens known when it got its slot
     prompt_logprobs: PromptLogprobs | None = None
     twins: list[Request] = field(default_factory=list)  # have the very same prompt, and wait for its logits
+    host: Request | None = None  # the running request that it follows, see `following.py`
+    num_followers: int = 0
     cut_len: int | None = None  # length to go back to when it leaves its slot
     is_cut_superseded: bool = False
     must_start_over: bool = False  # when it is alone again: without any cached page

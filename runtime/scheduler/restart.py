@@ -56,4 +56,5 @@ def _leave_old_slot(s: SchedulerState, request: Request) -> None:
     request.num_steps += int(s.slots.num_steps[slot])
     request.frontier = None
     request.twins.clear()
+    request.host, request.num_followers = None, 0
     request.is_forced = False

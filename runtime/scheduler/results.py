@@ -54,7 +54,7 @@ class Results:
         # its last position once more.
         without = flight.slots[flight.samples & ~np.isin(flight.slots, sampled)]
         for slot in without[slots.live[without]].tolist():
-            if slot in flight.notes and flight.notes[slot].is_twin:
+            if slot in flight.notes and flight.notes[slot].is_follower:
                 self.lifecycle.give_up_seat(slots.used[slot])
                 continue
             if slots.in_flight[slot]:  # a later row was planned on the token that did not come
@@ -69,25 +69,16 @@ class Results:
         found = {entry.slot: entry.logprobs for entry in result.prompt_logprobs}
         for slot, note in flight.notes.items():
             request = slots.owner[slot]
-            if request is None or request.state is State.ENDED or note.is_twin:
+            if request is None or request.state is State.ENDED or note.is_follower:
                 continue
             if note.logprobs_from is not None and slot in found and request.prompt_logprobs is not None:
                 request.prompt_logprobs.add(note.logprobs_from, found[slot])
             if note.tree is not None:
                 self._take_scores(request, note, result)
             else:
-                self._publish(request)
+                self.lifecycle.publish(request)
                 if not request.wants_tokens and request.score is None and slots.committed[slot] >= request.prompt_len:
                     self.lifecycle.finish(request, "length")
-
-    def _publish(self, request: Request) -> None:
-        """Let others use what the request has computed so far."""
-        s, kv = self.s, request.branch.known()
-        self.lifecycle.sync(request.slot)
-        s.manager.publish(kv)
-        s.slots.is_dirty[request.slot] |= kv.table_version != s.slots.table_version[request.slot]
-        if request.frontier is not None and kv.computed > request.frontier[1]:
-            s.frontier.move(request, kv.computed)
 
     def _take_scores(self, request: Request, note: Note, result: StepResult) -> None:
         assert request.score is not None and note.tree is not None
@@ -97,7 +88,7 @@ class Results:
             self.lifecycle.finish(request, "stop")
         else:  # the next trie hangs on the same last token, whose KV is written once more
             s.slots.committed[slot] = s.slots.planned[slot] = request.prompt_len - 1
-            self._publish(request)
+            self.lifecycle.publish(request)
 
     # ------------------------------------------------------------ tokens
 
@@ -117,8 +108,6 @@ class Results:
                 request = slots.used[slot]
                 run = ids[first : first + int(counts[i])].tolist()
                 self._take_run(request, run, logprobs.get(slot), is_done=bool(done[i]))
-                if slot in flight.notes and flight.notes[slot].is_twin and request.state is State.RUNNING:
-                    self.lifecycle.seat_twin(request)
 
     def _take_plain(self, sampled: np.ndarray, ids: np.ndarray) -> None:
         """One token for each of these slots, without logprobs or grammar."""

@@ -44,7 +44,8 @@ class Room:
         if any(r.state is not State.RUNNING for r in s.slots.used.values()):
             s.deny(request, need)  # somebody is on the way out
             return False
-        victim = choose_victim(s.slots.used.values(), request, s.policy.max_preemptions)
+        holders = [r for r in s.slots.used.values() if r.host is None]
+        victim = choose_victim(holders, request, s.policy.max_preemptions)
         if victim is None:
             if not s.slots.in_flight[slot]:
                 self._go_on_alone(request, upto)

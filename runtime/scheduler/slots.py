@@ -21,7 +21,7 @@ _INT_COLUMNS = (
     "committed", "planned", "capacity", "known", "prompt_len", "limit", "last_token", "in_flight", "num_steps", "buffered",
     "pages_sent", "table_version", "rank", "group",
 )  # fmt: skip
-_FLAG_COLUMNS = ("live", "leaving", "filling", "started", "is_plain", "can_feed", "is_dirty")
+_FLAG_COLUMNS = ("live", "leaving", "filling", "follows", "started", "is_plain", "can_feed", "is_dirty")
 
 
 class Slots:
@@ -38,6 +38,7 @@ class Slots:
     live           its request has not ended
     leaving        give it back when nothing of it is in flight
     filling        tokens are known whose KV is missing, beyond the one that a decode row computes
+    follows        it has no pages: its tokens have been those of another request so far, whose logits it samples from
     started        the worker knows it
     is_plain       a result of one token needs nothing but appending it, and comparing it with stop ids and limit
     can_feed       a row may be planned while its token is still being sampled
@@ -61,6 +62,7 @@ class Slots:
     live: np.ndarray
     leaving: np.ndarray
     filling: np.ndarray
+    follows: np.ndarray
     started: np.ndarray
     is_plain: np.ndarray
     can_feed: np.ndarray
@@ -128,5 +130,5 @@ class Slots:
         self.stops[slot] = -1
         self.stops[slot, : min(len(stops), MAX_STOPS)] = stops[:MAX_STOPS]
         self.is_plain[slot] = params.num_top_logprobs is None and params.grammar is None and len(stops) <= MAX_STOPS
-        self.can_feed[slot] = params.grammar is None
+        self.can_feed[slot] = params.grammar is None and not request.num_followers
         self.limit[slot], self.prompt_len[slot] = request.limit, request.prompt_len

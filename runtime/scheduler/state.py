@@ -44,13 +44,13 @@ class Note:
     """first             first position that the row computes
     logprobs_from     the row was asked for the logprobs of the tokens from this position on
     tree              index of its score tree among the plan's
-    is_twin           it samples from another row's logits and holds no pages yet
+    is_follower       it samples from another row's logits and holds no pages
     """
 
     first: int
     logprobs_from: int | None = None
     tree: int | None = None
-    is_twin: bool = False
+    is_follower: bool = False
 
 
 class SchedulerState:
