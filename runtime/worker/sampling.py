@@ -197,7 +197,7 @@ def _batch(slots: Slots, draws: Draws, edits: Edits, num_rows: int, vocab_limit:
         "num_top_logprobs": slots.num_top_logprobs[draws.slots],
         "positions": draws.positions.astype(np.uint64),
     }
-    if num_rows != len(draws):
+    if num_rows != len(draws) or (np.diff(draws.logit_rows) < 0).any():
         drawn = {name: _scattered(name, column, draws.logit_rows, num_rows) for name, column in drawn.items()}
     return SamplingBatch(**drawn, vocab_limit=vocab_limit, **edits.columns())  # type: ignore[arg-type]
 
