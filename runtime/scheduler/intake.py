@@ -213,7 +213,12 @@ class Intake:
     def _carry_out_join(self, record: BranchRecord, winner: BranchRecord) -> None:
         self.lifecycle.forget_last(record)
         self.lifecycle.forget_last(winner)
-        self.s.manager.adopt(record.known(), winner.known())
+        manager, own, won = self.s.manager, record.known(), winner.known()
+        if own.namespace == won.namespace:
+            manager.adopt(own, won)
+        else:  # the cache is switched off: every run has a namespace of its own, and there is nothing to take over
+            manager.release(own)
+            record.kv = won
         record.path, record.num_forked, record.num_retries = winner.path, winner.num_forked, winner.num_retries
         record.leased_until = winner.leased_until
         self._remove(winner)
