@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import time
 from collections.abc import Callable
 from functools import partial
@@ -245,5 +246,9 @@ def _grow_tree(m: KVManager, num_nodes: int, rng: np.random.Generator) -> int:
 
 
 def _resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    """Memory of this process; where there is no /proc, the most it ever had, which is good for one growing tree."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except FileNotFoundError:
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -76,7 +76,7 @@ def tokens(rng: random.Random, longest: int) -> list[int]:
     return [rng.randrange(3) if rng.random() < 0.3 else 1 for _ in range(rng.randint(0, longest))]
 
 
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 
 
 @pytest.mark.parametrize("policy", ["lru", "cost"])
