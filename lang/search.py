@@ -103,14 +103,15 @@ def self_consistency(
     s: State, step: Step, name: str, n: int, *, normal: Callable[[Any], Any] = lambda value: value
 ) -> Vote:
     """Take `step` n times, vote over variable `name` (made comparable by `normal`); `s` becomes the likeliest of the
-    majority.
+    majority, or its first where no logprobs were asked for (under a constraint they are not by default).
     """
     branches = grow([s], step, n)
     answers = [normal(b[name]) for b in branches]
     counts = Counter(answers)
     answer = max(counts, key=lambda a: (counts[a], -answers.index(a)))
     voters = [b for b, a in zip(branches, answers, strict=True) if a == answer]
-    s.join(max(voters, key=lambda b: b.logprob(name, mean=True)))
+    has_logprobs = all("output_token_logprobs" in b.get_meta_info(name) for b in voters)
+    s.join(max(voters, key=lambda b: b.logprob(name, mean=True)) if has_logprobs else voters[0])
     return Vote(answer, dict(counts))
 
 
