@@ -1,174 +1,216 @@
-"""The one gate for what clients ask: every field typed, finite and bounded on both sides, before anything is queued.
+"""Every field of a request has a type, bounds and a cap; checked here before anything is queued, for every endpoint.
 
-Bounds are data. What is refused names the value, the limit and the parameter; nothing is clipped in silence.
+`type_fault` needs nothing but the value: a client calls it before it sends, so a wrong type is an exception where it was
+written. `sampling_of` needs the model and the branch: it turns what a user asked for into what the worker may trust.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anabranch.runtime.errors import InvalidRequest
-from anabranch.runtime.messages import BranchOptions, GenerateParams, SamplingParams
-from anabranch.runtime.tokenizer.stop_regex import StopRegex, compile_stop_regexes
+from anabranch.runtime.messages import BranchOptions, GenerateParams, Grammar, SamplingParams
+from anabranch.runtime.tokenizer.stop_regex import StopRegex
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
-GREEDY_BELOW = 1e-5  # temperatures below mean greedy: dividing by them says nothing more
-MAX_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 24
 MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
-MAX_STOP_REGEXES = 8
-MAX_STOP_IDS = 256
-MAX_BIASES = 1024
-MAX_TOP_LOGPROBS = 32
-MAX_CHOICES = 1024
-MAX_CHOICE_TOKENS = 4096
+MAX_STOP_CHARS = 4096
+MAX_STOP_REGEXES = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 4096
+MAX_TOP_LOGPROBS = 256
+MAX_CHOICES = 4096
+MAX_CHILDREN = 65_536
 MAX_SALT_BYTES = 1024
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000.0
+MAX_LEASE_S = 7 * 24 * 3600.0
+MAX_ROLE_CHARS = 128
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class Bounds:
+    """A number's type and inclusive range; `above` is an exclusive lower bound."""
+
+    kind: type
     low: float
     high: float
-    integer: bool = False
+    optional: bool = False
+    above: float | None = None
 
 
-BOUNDS: dict[str, Bound] = {
-    "max_tokens": Bound(0, MAX_TOKENS, integer=True),
-    "min_tokens": Bound(0, MAX_TOKENS, integer=True),
-    "temperature": Bound(0.0, 100.0),
-    "top_k": Bound(-1, 1 << 30, integer=True),
-    "top_p": Bound(0.0, 1.0),
-    "min_p": Bound(0.0, 1.0),
-    "repetition_penalty": Bound(0.01, 100.0),
-    "presence_penalty": Bound(-2.0, 2.0),
-    "frequency_penalty": Bound(-2.0, 2.0),
-    "seed": Bound(-(1 << 63), (1 << 64) - 1, integer=True),
-    "num_top_logprobs": Bound(0, MAX_TOP_LOGPROBS, integer=True),
-    "prompt_logprobs_from": Bound(0, 1 << 31, integer=True),
-    "timeout_ms": Bound(0.0, MAX_TIMEOUT_MS),
+_NUMBERS: dict[str, Bounds] = {
+    "max_tokens": Bounds(int, 0, MAX_TOKENS),
+    "min_tokens": Bounds(int, 0, MAX_TOKENS),
+    "temperature": Bounds(float, 0.0, 100.0),
+    "top_k": Bounds(int, -1, 2**31 - 1),
+    "top_p": Bounds(float, 0.0, 1.0),
+    "min_p": Bounds(float, 0.0, 1.0),
+    "repetition_penalty": Bounds(float, 0.0, 100.0, above=0.0),
+    "presence_penalty": Bounds(float, -100.0, 100.0),
+    "frequency_penalty": Bounds(float, -100.0, 100.0),
+    "seed": Bounds(int, -(2**63), 2**63 - 1, optional=True),
+    "num_top_logprobs": Bounds(int, 0, MAX_TOP_LOGPROBS, optional=True),
+    "prompt_logprobs_from": Bounds(int, 0, MAX_TOKENS, optional=True),
+    "timeout_ms": Bounds(float, 0.0, MAX_TIMEOUT_MS, optional=True, above=0.0),
 }
+_FLAGS = ("ignore_eos", "skip_special_tokens", "keep_stop_text", "stream")
+_GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "lark", "choices")
 
 
-def check_number(name: str, value: Any) -> None:
-    """Raises InvalidRequest unless the value lies within the parameter's bounds; True is not a number."""
-    bound = BOUNDS[name]
-    kind = int if bound.integer else (int, float)
-    what = "an integer" if bound.integer else "a number"
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not bound.low <= value <= bound.high:
-        low, high = (int(bound.low), int(bound.high)) if bound.integer else (bound.low, bound.high)
-        raise InvalidRequest(f"{name} must be {what} in {low}..{high}, got {cut(value)}", param=name)
+def refuse(param: str, value: object, rule: str, code: str | None = None) -> InvalidRequest:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidRequest(f"{param} must be {rule}, got {shown}", param=param, code=code)
 
 
-def cut(value: object, limit: int = 80) -> str:
-    """A client's value as it may appear in a message: short and escaped."""
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+# ---------------------------------------------------------------- types
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A generation whose every field is known to be good."""
-
-    params: GenerateParams
-    sampling: SamplingParams
-    stop_regexes: tuple[StopRegex, ...]
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_generate(params: GenerateParams, vocabulary: Vocabulary, seed: int) -> Checked:
-    """Raises InvalidRequest. `seed` is the branch's, for a request without one of its own."""
-    for name in BOUNDS:
-        value = getattr(params, name)
-        if value is not None:
-            check_number(name, value)
-    if params.min_tokens > params.max_tokens:
-        message = f"min_tokens must be at most max_tokens ({params.max_tokens}), got {params.min_tokens}"
-        raise InvalidRequest(message, param="min_tokens")
-    _check_stops(params)
-    regexes = compile_stop_regexes(params.stop_regex)
-    stops = _stop_ids(params, vocabulary)
-    greedy = params.temperature < GREEDY_BELOW or params.top_p == 0
-    sampling = SamplingParams(
-        temperature=0.0 if greedy else params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=1.0 if greedy else params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=_biases(params, vocabulary),
-        min_tokens=params.min_tokens,
-        stop_token_ids=stops,
-        banned_until_min=stops if params.min_tokens else (),
-        seed=(params.seed if params.seed is not None else seed) & 0xFFFF_FFFF_FFFF_FFFF,
-        num_top_logprobs=params.num_top_logprobs,
-        grammar=params.grammar,
-    )
-    return Checked(params, sampling, tuple(regexes))
+def is_number(value: object) -> bool:
+    return is_int(value) or isinstance(value, float)
 
 
-def _check_stops(params: GenerateParams) -> None:
-    _at_most("stop", len(params.stop), MAX_STOPS)
-    _at_most("stop_regex", len(params.stop_regex), MAX_STOP_REGEXES)
-    _at_most("stop_token_ids", len(params.stop_token_ids), MAX_STOP_IDS)
-    for name, texts in (("stop", params.stop), ("stop_regex", params.stop_regex)):
-        for text in texts:
-            if not 1 <= len(text) <= MAX_STOP_CHARS:
-                message = f"each {name} must have 1..{MAX_STOP_CHARS} characters, got {len(text)}"
-                raise InvalidRequest(message, param=name)
+def check_text(text: object, param: str) -> str:
+    """The text. Raises InvalidRequest if it is no string of Unicode characters."""
+    if not isinstance(text, str):
+        raise refuse(param, text, "a string")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{param} holds half of a surrogate pair; it is not valid Unicode", param=param) from None
+    return text
 
 
-def _at_most(name: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise InvalidRequest(f"{name} may have at most {limit} entries, got {count}", param=name)
-
-
-def _stop_ids(params: GenerateParams, vocabulary: Vocabulary) -> tuple[int, ...]:
-    _check_ids("stop_token_ids", params.stop_token_ids, vocabulary)
-    ends = () if params.ignore_eos else vocabulary.eos_token_ids
-    return tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
-
-
-def _check_ids(name: str, ids: tuple[int, ...], vocabulary: Vocabulary) -> None:
+def check_ids(ids: object, param: str) -> tuple[int, ...]:
+    """The ids as a tuple of ints that fit int32; whether the vocabulary has them is `Vocabulary.check_ids`'s business."""
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise refuse(param, ids, "a list of token ids")
     for token_id in ids:
-        if isinstance(token_id, bool) or not 0 <= token_id < vocabulary.num_tokens:
-            message = f"{name}: token ids must be in 0..{vocabulary.num_tokens - 1}, got {cut(token_id)}"
-            raise InvalidRequest(message, param=name)
+        if not is_int(token_id) or not 0 <= token_id < 2**31:
+            raise refuse(param, token_id, "a list of token ids, integers from 0 up", "invalid_token_id")
+    return tuple(ids)
 
 
-def _biases(params: GenerateParams, vocabulary: Vocabulary) -> dict[int, float]:
-    biases = params.logit_bias or {}
-    _at_most("logit_bias", len(biases), MAX_BIASES)
-    _check_ids("logit_bias", tuple(biases), vocabulary)
-    for token_id, bias in biases.items():
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            message = f"logit_bias of token {token_id} must be a number in -100..100, got {cut(bias)}"
-            raise InvalidRequest(message, param="logit_bias")
-    return {token_id: float(bias) for token_id, bias in biases.items()}
+def check_types(params: GenerateParams) -> None:
+    """Raises InvalidRequest for a field of the wrong type, range or number of entries; the model is not needed for it."""
+    for name, bounds in _NUMBERS.items():
+        check_number(name, getattr(params, name), bounds)
+    for name in _FLAGS:
+        if not isinstance(getattr(params, name), bool):
+            raise refuse(name, getattr(params, name), "true or false")
+    _check_list("stop", params.stop, MAX_STOPS)
+    for stop in params.stop:
+        if not check_text(stop, "stop"):
+            raise InvalidRequest("stop must not hold an empty string: it would stop everything", param="stop")
+        if len(stop) > MAX_STOP_CHARS:
+            raise InvalidRequest(f"a stop string has {len(stop)} characters; the limit is {MAX_STOP_CHARS}", param="stop")
+    _check_list("stop_regex", params.stop_regex, MAX_STOP_REGEXES)
+    for pattern in params.stop_regex:
+        check_text(pattern, "stop_regex")
+    _check_list("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    check_ids(params.stop_token_ids, "stop_token_ids")
+    if params.logit_bias is not None:
+        _check_bias(params.logit_bias)
+    if params.grammar is not None:
+        _check_grammar(params.grammar)
+    if params.min_tokens > params.max_tokens:
+        raise refuse("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
+
+
+def check_number(name: str, value: Any, bounds: Bounds) -> None:
+    if value is None and bounds.optional:
+        return
+    is_kind = is_int(value) if bounds.kind is int else is_number(value)
+    low = f"above {bounds.above:g} and at most" if bounds.above is not None else f"in {bounds.low:g} to"
+    rule = f"{'an integer' if bounds.kind is int else 'a number'} {low} {bounds.high:g}"
+    if not is_kind or not math.isfinite(value) or not bounds.low <= value <= bounds.high or value == bounds.above:
+        raise refuse(name, value, rule)
+
+
+def _check_list(name: str, values: object, limit: int) -> None:
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise refuse(name, values, "a list")
+    if len(values) > limit:
+        raise InvalidRequest(f"{name} has {len(values)} entries; the limit is {limit}", param=name)
+
+
+def _check_bias(bias: object) -> None:
+    if not isinstance(bias, Mapping):
+        raise refuse("logit_bias", bias, "a mapping of token ids to numbers")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(bias)} entries; the limit is {MAX_LOGIT_BIAS}", param="logit_bias")
+    check_ids(list(bias), "logit_bias")
+    for value in bias.values():
+        if not is_number(value) or not -1000 <= value <= 1000:
+            raise refuse("logit_bias", value, "numbers in -1000 to 1000")
+
+
+def _check_grammar(grammar: object) -> None:
+    if not isinstance(grammar, Grammar) or grammar.kind not in _GRAMMAR_KINDS:
+        raise refuse("grammar", grammar, f"a grammar of kind {', '.join(_GRAMMAR_KINDS)}")
+    check_text(grammar.source, "grammar")
 
 
 def check_options(options: BranchOptions) -> None:
     """Raises InvalidRequest."""
-    if options.seed is not None:
-        check_number("seed", options.seed)
-    if not -100 <= options.priority <= 100:
-        raise InvalidRequest(f"priority must be in -100..100, got {options.priority}", param="priority")
-    try:
-        num_bytes = len(options.salt.encode())
-    except UnicodeEncodeError:
-        raise InvalidRequest("salt is not valid Unicode", param="salt") from None
-    if num_bytes > MAX_SALT_BYTES:
-        raise InvalidRequest(f"salt may have at most {MAX_SALT_BYTES} bytes, got {num_bytes}", param="salt")
+    if len(check_text(options.salt, "salt").encode()) > MAX_SALT_BYTES:
+        raise InvalidRequest(f"salt has more than {MAX_SALT_BYTES} bytes", param="salt")
+    check_number("seed", options.seed, _NUMBERS["seed"])
+    check_number("priority", options.priority, Bounds(int, -100, 100))
+    check_number("program", options.program, Bounds(int, 0, 2**63 - 1))
 
 
-def check_choices(choices: tuple[str | tuple[int, ...], ...]) -> None:
-    """Raises InvalidRequest."""
-    if not 1 <= len(choices) <= MAX_CHOICES:
-        raise InvalidRequest(f"choices must have 1..{MAX_CHOICES} entries, got {len(choices)}", param="choices")
-    for choice in choices:
-        if not choice:
-            raise InvalidRequest("a choice must not be empty", param="choices")
-        if len(choice) > MAX_CHOICE_TOKENS * 16:
-            message = f"a choice may have at most {MAX_CHOICE_TOKENS} tokens, got {len(choice)} characters or ids"
-            raise InvalidRequest(message, param="choices")
+# ---------------------------------------------------------------- meaning
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a text: strings, patterns, and ids that stand for a stop string (a special token named as one)."""
+
+    strings: tuple[str, ...]
+    regexes: tuple[StopRegex, ...]
+    named: dict[int, str]
+
+
+def stops_of(params: GenerateParams, vocabulary: Vocabulary) -> Stops:
+    """Raises InvalidRequest for a pattern that no automaton can match."""
+    named = {vocabulary.special[stop]: stop for stop in params.stop if stop in vocabulary.special}
+    return Stops(tuple(params.stop), tuple(StopRegex(pattern) for pattern in params.stop_regex), named)
+
+
+def sampling_of(params: GenerateParams, vocabulary: Vocabulary, stops: Stops, *, branch_seed: int) -> SamplingParams:
+    """What the worker gets. Raises InvalidRequest for ids that the model does not have.
+
+    top_k -1 and 0 are off; top_p 0 means the likeliest token; a temperature below 1e-5 is greedy. End-of-sequence and
+    stop tokens are banned until min_tokens; so are stop strings (the text before is not searched).
+    """
+    vocabulary.check_ids(params.stop_token_ids)
+    bias = dict(params.logit_bias or {})
+    vocabulary.check_ids(bias)
+    ends = () if params.ignore_eos else vocabulary.eos_token_ids
+    stop_ids = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *stops.named)))
+    is_greedy = params.top_p == 0.0 or params.temperature < GREEDY_BELOW
+    return SamplingParams(
+        temperature=0.0 if is_greedy else float(params.temperature),
+        top_k=max(params.top_k, 0) if params.top_k < vocabulary.vocab_size else 0,
+        top_p=1.0 if is_greedy else float(params.top_p),
+        min_p=float(params.min_p),
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        logit_bias={token_id: float(value) for token_id, value in bias.items()},
+        min_tokens=params.min_tokens,
+        stop_token_ids=stop_ids,
+        banned_until_min=stop_ids if params.min_tokens else (),
+        seed=(branch_seed if params.seed is None else params.seed) & (2**63 - 1),
+        num_top_logprobs=params.num_top_logprobs,
+        grammar=params.grammar,
+    )

@@ -1,0 +1,379 @@
+"""The engine as people use it: embedded in this process, in processes of its own, or somebody else's by address."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from anabranch.runtime import config as settings
+from anabranch.runtime.client import BranchHandle, Client, Explanation, Generation, Method, Scores, to_params
+from anabranch.runtime.config import (
+    CacheConfig,
+    DebugConfig,
+    EngineConfig,
+    LimitsConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from anabranch.runtime.errors import ConfigError
+from anabranch.runtime.inprocess import Arrived, Connected, Disconnected, EngineThread
+from anabranch.runtime.messages import (
+    ControlText,
+    GenerateParams,
+    Grammar,
+    Hello,
+    RoleBegin,
+    RoleEnd,
+    Text,
+    Tokens,
+)
+
+Prompt = str | Sequence[int]
+START_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. `usage` has the fields of `messages.Usage`; `choices` holds all answers when n > 1, this one first."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    matched: str | int | None
+    usage: dict[str, Any]
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    choices: tuple[Completion, ...] = ()
+
+
+def _completion(g: Generation) -> Completion:
+    return Completion(g.text, g.token_ids, g.finish_reason, g.matched, g.usage, g.logprobs, g.prompt_logprobs)
+
+
+class Engine:
+    """A model, its KV cache, and branches on it. Close it, or let the process end: both release everything.
+
+    model        "default" (SmolLM2-135M-Instruct), a directory with safetensors, or a .gguf file
+    mode         "inprocess": one thread of this process; "processes": three processes over private sockets; "auto": see
+                 docs/decisions
+    page_size    tokens per KV page;  num_pages  None: what memory allows
+    max_slots    requests that run at once;  tokens_per_step  budget of one forward
+    backend      "auto", "cpu", "reference";  precision  "fast" or "exact" (activations are not rounded)
+    kv_dtype     "auto", "f32", "f16", "bf16", "int8"
+    Raises       ConfigError, EngineStartError with the cause
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        mode: settings.Mode | None = None,
+        tokenizer: str | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        cache: bool = True,
+        eviction: str = "lru",
+        max_slots: int = 32,
+        tokens_per_step: int = 512,
+        backend: settings.BackendName = "auto",
+        kv_dtype: settings.KVDtype = "auto",
+        precision: settings.Precision = "fast",
+        num_threads: int | None = None,
+        context_length: int | None = None,
+        listen: bool = False,
+        limits: LimitsConfig | None = None,
+        debug: DebugConfig | int | None = None,
+        start_timeout: float = START_TIMEOUT_S,
+    ) -> None:
+        level = settings.debug_level()
+        if not isinstance(debug, DebugConfig):
+            debug = DebugConfig(level=level if debug is None else debug)
+        config = EngineConfig(
+            model=str(model) if model is not None else settings.default_model(),
+            tokenizer=tokenizer,
+            mode=mode or settings.default_mode(),
+            cache=CacheConfig(page_size=page_size, num_pages=num_pages, enabled=cache, policy=eviction),
+            scheduler=SchedulerConfig(max_slots=max_slots, tokens_per_step=max(tokens_per_step, max_slots)),
+            worker=WorkerConfig(
+                backend=backend, kv_dtype=kv_dtype, precision=precision, context_length=context_length,
+                num_threads=num_threads if num_threads is not None else settings.default_num_threads(),
+            ),
+            limits=limits or LimitsConfig(),
+            debug=debug,
+            listen=listen,
+            start_timeout_s=start_timeout,
+        )  # fmt: skip
+        self._start(config)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """An engine from a whole configuration."""
+        engine = cls.__new__(cls)
+        engine._start(config)
+        return engine
+
+    @classmethod
+    def connect(cls, address: str) -> Self:
+        """A further client of an engine that another process of this user runs with `listen=True`: its `address`."""
+        from anabranch.runtime.remote import RemoteCarrier
+
+        engine = cls.__new__(cls)
+        engine.config, engine.address = None, address
+        client = Client()
+        engine._adopt(client, RemoteCarrier(address, client), None)
+        return engine
+
+    def _start(self, config: EngineConfig) -> None:
+        mode = "inprocess" if config.mode == "auto" else config.mode
+        config = replace(config, mode=mode)
+        client = Client()
+        self.config: EngineConfig | None = config
+        if mode == "inprocess":
+            thread = EngineThread(config)
+            thread.start()
+            self.address = ""
+            self._adopt(client, _EmbeddedCarrier(thread, client), thread.stop)
+        else:
+            from anabranch.runtime.remote import RemoteCarrier
+            from anabranch.runtime.supervisor import Supervisor
+
+            supervisor = Supervisor(config)
+            self.address = supervisor.start()
+            self._adopt(client, RemoteCarrier(self.address, client), supervisor)
+
+    def _adopt(self, client: Client, carrier: Any, owned: Any) -> None:
+        self._client, self._owned = client, owned
+        client.connect(carrier)
+        self._finalizer = weakref.finalize(self, _shut, client, owned)
+        client.send(Hello())
+        client.welcome.result(START_TIMEOUT_S)
+
+    # ------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """Fail what is open, release everything, end what this engine started. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._finalizer.alive or self._client.is_lost
+
+    # ------------------------------------------------------------ the Backend protocol of the language
+
+    def open(self, *, seed: int | None = None, salt: str = "", program: int = 0, priority: int = 0) -> BranchHandle:
+        return self._client.open(seed=seed, salt=salt, program=program, priority=priority)
+
+    def new_program(self) -> int:
+        return self._client.new_program()
+
+    def cancel_program(self, program: int) -> None:
+        self._client.cancel_program(program)
+
+    def stats(self, *, check: bool = False) -> Future[dict[str, Any]]:
+        """Pages free, cached, locked and in use; slots, queues, records, hits, preemptions, step times."""
+        return self._client.stats(check=check)
+
+    def flush_cache(self) -> Future[None]:
+        return self._client.flush_cache()
+
+    def info(self) -> dict[str, Any]:
+        return self._client.info()
+
+    # ------------------------------------------------------------ calls
+
+    def tokenize(self, text: str) -> list[int]:
+        return _wait(self._client.tokenize([Text(text)]))  # type: ignore[no-any-return]
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, seed: int | None = None, **params: Any) -> Any:
+        """Complete a prompt (text, or token ids), or each of a list of prompts, all at once.
+
+        `params` are the fields of `GenerateParams`, with `regex`, `json_schema`, `choices` or `grammar` as constraint and `timeout` in
+        seconds. With n > 1 the prompt is computed once and forked.
+
+        Returns  Completion, or a list in the order of the prompts
+        Raises   InvalidRequest and other RequestErrors, EngineLost
+        """
+        if _is_many(prompt):
+            started = [self._start_generation(p, n, seed, params) for p in prompt]
+            return [_gather(branches, futures) for branches, futures in started]
+        return _gather(*self._start_generation(prompt, n, seed, params))  # type: ignore[arg-type]
+
+    async def agenerate(self, prompt: Prompt, *, n: int = 1, seed: int | None = None, **params: Any) -> Completion:
+        """`generate` for asyncio; cancelling the task cancels the request."""
+        branches, futures = self._start_generation(prompt, n, seed, params)
+        answers = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures))
+        return _first_of(answers)
+
+    def stream(self, prompt: Prompt, *, seed: int | None = None, **params: Any) -> Iterator[str]:
+        """Pieces of text as they settle. Closing the iterator cancels the request."""
+        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        branch = self._prompted(prompt, seed)
+        future = branch.generate(to_request(params), pieces.put)
+        future.add_done_callback(lambda _: pieces.put(None))
+        try:
+            while (piece := pieces.get()) is not None:
+                yield piece
+            future.result()
+        finally:
+            future.cancel()
+            branch.close()
+
+    async def astream(self, prompt: Prompt, *, seed: int | None = None, **params: Any) -> AsyncIterator[str]:
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+
+        def put(piece: str | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        branch = self._prompted(prompt, seed)
+        future = branch.generate(to_request(params), put)
+        future.add_done_callback(lambda _: put(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            future.result()
+        finally:
+            future.cancel()
+            branch.close()
+
+    def chat(
+        self, messages: Sequence[dict[str, str]], *, n: int = 1, seed: int | None = None, **params: Any
+    ) -> Completion:
+        """Answer a conversation of {"role", "content"} messages, in the model's own chat template."""
+        segments: list[Any] = []
+        for message in messages:
+            segments += [RoleBegin(message["role"]), Text(message["content"]), RoleEnd()]
+        segments.append(RoleBegin("assistant"))
+        branch = self.open(seed=seed)
+        branch.append(segments)
+        return _gather(*_generations(branch, n, params))
+
+    def score(self, prompt: Prompt, choices: Sequence[str], method: Method = "token_length_normalized") -> Scores:
+        """Log-likelihood of each choice after the prompt, in one forward."""
+        return _wait(self._prompted(prompt, 0).score(choices, method, append=False))  # type: ignore[no-any-return]
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """What of this prompt is cached now."""
+        return _wait(self._prompted(prompt, 0).explain())  # type: ignore[no-any-return]
+
+    def _prompted(self, prompt: Prompt, seed: int | None) -> BranchHandle:
+        branch = self.open(seed=seed)
+        branch.append([ControlText(prompt) if isinstance(prompt, str) else Tokens(tuple(prompt))])
+        return branch
+
+    def _start_generation(
+        self, prompt: Prompt, n: int, seed: int | None, params: dict[str, Any]
+    ) -> tuple[list[BranchHandle], list[Future[Generation]]]:
+        return _generations(self._prompted(prompt, seed), n, params)
+
+
+def _generations(
+    branch: BranchHandle, n: int, params: dict[str, Any]
+) -> tuple[list[BranchHandle], list[Future[Generation]]]:
+    request = to_request(params)
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 256:
+        raise ConfigError(f"n must be an integer in 1..256, got {n!r}")
+    branches = [branch] if n == 1 else [branch, *branch.fork(n)]
+    return branches, [b.generate(request) for b in branches[-n:]]
+
+
+def to_request(params: dict[str, Any]) -> GenerateParams:
+    """GenerateParams from keyword arguments; unknown names are refused by name."""
+    fields = dict(params)
+    constraints: list[Grammar] = []
+    for kind in ("regex", "json_schema", "ebnf", "lark", "choices"):
+        if (source := fields.pop(kind, None)) is not None:
+            constraints.append(Grammar(kind, source if isinstance(source, str) else _json(source)))  # type: ignore[arg-type]
+    if (grammar := fields.pop("grammar", None)) is not None:
+        constraints.append(grammar)
+    if len(constraints) > 1:
+        raise ConfigError(f"give one constraint, not {' and '.join(g.kind for g in constraints)}")
+    if (timeout := fields.pop("timeout", None)) is not None:
+        fields["timeout_ms"] = 1000.0 * timeout
+    unknown = sorted(set(fields) - set(GenerateParams.__struct_fields__))
+    if unknown:
+        raise ConfigError(f"unknown parameter {unknown[0]!r}; known are {', '.join(GenerateParams.__struct_fields__)}")
+    for name in ("stop", "stop_regex", "stop_token_ids"):
+        value = fields.get(name)
+        fields = (
+            {**fields, name: (value,) if isinstance(value, str | int) else tuple(value)}
+            if value is not None
+            else fields
+        )
+    return to_params(
+        GenerateParams(**{k: v for k, v in fields.items() if v is not None}, grammar=next(iter(constraints), None)),
+        stream=False,
+    )
+
+
+def _json(value: Any) -> str:
+    import orjson
+
+    return orjson.dumps(value).decode()
+
+
+def _is_many(prompt: Prompt | Sequence[Prompt]) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int)
+
+
+def _gather(branches: list[BranchHandle], futures: list[Future[Generation]]) -> Completion:
+    try:
+        return _first_of([_wait(future) for future in futures])
+    finally:
+        for branch in branches:
+            branch.close()
+
+
+def _first_of(answers: Sequence[Generation]) -> Completion:
+    completions = tuple(map(_completion, answers))
+    return completions[0] if len(completions) == 1 else replace(completions[0], choices=completions)
+
+
+def _wait(future: Future[Any]) -> Any:
+    """The result; an interrupt cancels the operation."""
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise
+
+
+class _EmbeddedCarrier:
+    """Messages to the engine in this process."""
+
+    def __init__(self, thread: EngineThread, client: Client) -> None:
+        self._thread, self._number = thread, thread.new_client()
+        thread.put(Connected(self._number, client.on_event))
+
+    def send(self, message: Any) -> None:
+        self._thread.put(Arrived(self._number, message))
+
+    def close(self) -> None:
+        self._thread.put(Disconnected(self._number))
+
+
+def _shut(client: Client, stop: Callable[[float], Any] | None) -> None:
+    client.close()
+    if stop is not None:
+        stop(CLOSE_TIMEOUT_S)
+
+
+__all__ = ["Completion", "Engine"]
