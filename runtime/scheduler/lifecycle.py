@@ -237,6 +237,7 @@ class Lifecycle:
         kv = record.known()
         self.sync(slot)
         self.stop_following(request)
+        request.twins.clear()
         request.num_steps += int(s.slots.num_steps[slot])
         request.reached = max(request.reached, int(s.slots.committed[slot]))
         s.copies.pop(slot, None)

@@ -68,6 +68,7 @@ class Request:
     prompt_logprobs: PromptLogprobs | None = None
     twins: list[Request] = field(default_factory=list)  # have the very same prompt, and wait for its logits
     host: Request | None = None  # the running request that it follows, see `following.py`
+    agreed: int = 0  # length up to which its tokens are known to be its host's
     num_followers: int = 0
     cut_len: int | None = None  # length to go back to when it leaves its slot
     is_cut_superseded: bool = False
