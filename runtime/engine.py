@@ -218,9 +218,12 @@ class Engine:
 
     async def agenerate(self, prompt: Prompt, *, n: int = 1, seed: int | None = None, **params: Any) -> Completion:
         """`generate` for asyncio; cancelling the task cancels the request."""
-        branches, futures = self._start_generation(prompt, n, seed, params)
-        answers = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures))
-        return _first_of(answers)
+        held, futures = self._start_generation(prompt, n, seed, params)
+        try:
+            return _first_of(await asyncio.gather(*(asyncio.wrap_future(f) for f in futures)))
+        finally:
+            for branch in held:
+                branch.close()
 
     def stream(self, prompt: Prompt, *, seed: int | None = None, **params: Any) -> Iterator[str]:
         """Pieces of text as they settle. Closing the iterator cancels the request."""
