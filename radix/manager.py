@@ -285,8 +285,11 @@ class KVManager:
         if branch.attached:
             raise BranchError("an attached branch needs no lease: detach it first")
         self.leases.expire(now)
+        if until is not None and until <= now:
+            self.leases.end(branch)
+            return False
         node, position = self.placement.find(branch)
-        if node == NONE or not position or (until is not None and until <= now):
+        if not position:
             return False
         if position < self.tree.nodes.end[node]:
             node = self.tree.split(node, position)

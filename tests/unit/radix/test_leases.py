@@ -69,6 +69,14 @@ def test_running_work_takes_the_pages_of_leases_before_it_gives_up() -> None:
     m.detach(running)
 
 
+def test_a_lease_is_ended_by_one_whose_time_is_past() -> None:
+    m = KVManager(16, 4, lease_share=0.5)
+    branch = cached(m, list(range(6)))
+    assert m.lease(branch, 9.0, 0.0) and not m.lease(branch, 1.0, 2.0)
+    check(m)
+    assert branch not in m.leases and m.num_locked() == 0
+
+
 def test_nothing_cached_nothing_leased() -> None:
     m = KVManager(8, 4)
     branch = m.open(b"")
