@@ -297,8 +297,6 @@ class BranchHandle:
     def join(self, winner: "BranchHandle | None", drop: Sequence["BranchHandle"] = ()) -> None:
         dropped = tuple(b.label for b in drop if b is not winner)
         self._client.send(Join(self.label, winner.label if winner is not None else None, drop=dropped))
-        for branch in (*drop, *([winner] if winner is not None else [])):
-            branch._release.detach()  # the engine closes it when the join is carried out
 
     def append_spans(self, spans: Sequence[tuple["BranchHandle", int]]) -> None:
         self._client.send(Join(self.label, spans=tuple((branch.label, mark) for branch, mark in spans)))
@@ -316,7 +314,12 @@ class BranchHandle:
         self._client.send(Cancel(branches=(self.label,)))
 
     def close(self, *, superseded: bool = False) -> None:
-        """Idempotent. What runs on the branch is cancelled."""
+        """Idempotent. What runs on the branch is cancelled, unless a fork or join that is under way needs it.
+
+        superseded   nobody is expected to come back to what it computed: evicted first
+        """
+        if superseded and self._release.detach() is not None:
+            self._client.send(Close((self.label,), True))
         self._release()
 
 

@@ -24,6 +24,7 @@ from anabranch.runtime.errors import ConfigError
 from anabranch.runtime.inprocess import Arrived, Connected, Disconnected, EngineThread
 from anabranch.runtime.messages import (
     ControlText,
+    Error,
     GenerateParams,
     Grammar,
     Hello,
@@ -32,6 +33,8 @@ from anabranch.runtime.messages import (
     Text,
     Tokens,
 )
+from anabranch.runtime.remote import Door, RemoteCarrier
+from anabranch.runtime.supervisor import Supervisor
 
 Prompt = str | Sequence[int]
 START_TIMEOUT_S = 600.0
@@ -121,8 +124,6 @@ class Engine:
     @classmethod
     def connect(cls, address: str) -> Self:
         """A further client of an engine that another process of this user runs with `listen=True`: its `address`."""
-        from anabranch.runtime.remote import RemoteCarrier
-
         engine = cls.__new__(cls)
         engine.config, engine.address = None, address
         client = Client()
@@ -137,15 +138,13 @@ class Engine:
         if mode == "inprocess":
             thread = EngineThread(config)
             thread.start()
-            self.address = ""
-            self._adopt(client, _EmbeddedCarrier(thread, client), thread.stop)
+            door = Door(thread, config.limits) if config.listen else None
+            self.address = door.address if door is not None else ""
+            self._adopt(client, _EmbeddedCarrier(thread, client), lambda timeout_s: _end(thread, door, timeout_s))
         else:
-            from anabranch.runtime.remote import RemoteCarrier
-            from anabranch.runtime.supervisor import Supervisor
-
             supervisor = Supervisor(config)
             self.address = supervisor.start()
-            self._adopt(client, RemoteCarrier(self.address, client), supervisor)
+            self._adopt(client, RemoteCarrier(self.address, client, lost=lambda: _why(supervisor)), supervisor.stop)
 
     def _adopt(self, client: Client, carrier: Any, owned: Any) -> None:
         self._client, self._owned = client, owned
@@ -371,6 +370,18 @@ class _EmbeddedCarrier:
 
     def close(self) -> None:
         self._thread.put(Disconnected(self._number))
+
+
+def _end(thread: EngineThread, door: Door | None, timeout_s: float) -> None:
+    if door is not None:
+        door.close()
+    thread.stop(timeout_s)
+
+
+def _why(supervisor: Supervisor) -> Error | None:
+    """The supervisor learns of a death about when its clients do: give it a moment."""
+    supervisor.died.wait(2.0)
+    return supervisor.error
 
 
 def _shut(client: Client, stop: Callable[[float], Any] | None) -> None:
