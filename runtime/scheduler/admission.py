@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import numpy as np
 
-from anabranch.runtime.errors import internal
 from anabranch.runtime.scheduler.decisions import (
     Denied,
     HeldFor,
@@ -20,8 +18,6 @@ from anabranch.runtime.scheduler.decisions import (
 from anabranch.runtime.scheduler.lifecycle import Lifecycle, over_capacity
 from anabranch.runtime.scheduler.requests import Request, State
 from anabranch.runtime.scheduler.state import SchedulerState
-
-log = logging.getLogger(__name__)
 
 
 class Admission:
@@ -106,16 +102,10 @@ class Admission:
         return self._since_fifo >= self.s.policy.fifo_every + self.s.policy.hold_after
 
     def _try(self, request: Request, growth: int) -> Reason | None:
-        """Give the request a slot, or say why not. A fault of ours ends this request and nobody else."""
-        try:
+        """Give the request a slot, or say why not."""
+        with self.lifecycle.guard(request, "admitting"):
             return self._try_to_seat(request, growth)
-        except Exception as fault:
-            if self.s.policy.raise_errors:
-                raise
-            log.exception("admitting request %d failed", request.request_id)
-            self.s.counters["internal_errors"] += 1
-            self.lifecycle.fail(request, internal(fault, "admitting the request"))
-            return TokenBudget(self.s.config.tokens_per_step)
+        return TokenBudget(self.s.config.tokens_per_step)  # it has ended; nobody reads this
 
     def _try_to_seat(self, request: Request, growth: int) -> Reason | None:
         s = self.s

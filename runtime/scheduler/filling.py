@@ -6,12 +6,10 @@ are still there.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.runtime.errors import internal
 from anabranch.runtime.scheduler.decisions import TokenBudget
 from anabranch.runtime.scheduler.following import Following
 from anabranch.runtime.scheduler.lifecycle import Lifecycle
@@ -19,8 +17,6 @@ from anabranch.runtime.scheduler.plans import Row
 from anabranch.runtime.scheduler.requests import Request, State
 from anabranch.runtime.scheduler.room import Room
 from anabranch.runtime.scheduler.state import SchedulerState
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +58,15 @@ class Filling:
             request = chunk.request
             if request.state is not State.RUNNING:
                 continue
-            try:
+            slot = request.slot
+            with self.lifecycle.guard(request, "planning"):
                 row = self._tree_row(chunk) if chunk.has_tree else self._line_row(chunk)
                 request.count_computed(chunk.first, chunk.stop)
                 rows.append(row)
                 if chunk.stop == request.fill_len and not chunk.has_tree:
                     rows += self.following.begin(request)
-            except Exception as fault:
-                if self.s.policy.raise_errors:
-                    raise
-                log.exception("planning a row of request %d failed", request.request_id)
-                self.s.counters["internal_errors"] += 1
-                self.lifecycle.fail(request, internal(fault, "planning the request"))
-                rows = [row for row in rows if row.slot in self.s.slots.used and self.s.slots.live[row.slot]]
+            if request.state is State.ENDED:  # by a fault of ours
+                rows = [row for row in rows if slot not in (row.slot, row.host)]
         return rows
 
     # ------------------------------------------------------------ shares

@@ -45,11 +45,12 @@ class Following:
                 continue
             key = (host.request_id, self._new_token(request))
             new_host = new_hosts.get(key)
-            self._leave(request, host)
-            if new_host is not None:
-                self._follow(request, new_host)
-            elif self._seat(request) and key[1] >= 0:
-                new_hosts[key] = request
+            with self.lifecycle.guard(request, "seating"):
+                self._leave(request, host)
+                if new_host is not None:
+                    self._follow(request, new_host)
+                elif self._seat(request) and key[1] >= 0:
+                    new_hosts[key] = request
 
     def rows(self, decode: np.ndarray) -> list[Row]:
         """Rows of the followers of these decode rows."""

@@ -7,11 +7,15 @@ until then the branch counts as busy, and operations on it wait.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from anabranch.radix.branch import Tail
 from anabranch.radix.manager import Copies
-from anabranch.runtime.errors import invalid
+from anabranch.runtime.errors import internal, invalid
 from anabranch.runtime.messages import (
     Error,
     Finished,
@@ -28,6 +32,8 @@ from anabranch.runtime.scheduler.decisions import Preempted
 from anabranch.runtime.scheduler.requests import PromptLogprobs, Request, State
 from anabranch.runtime.scheduler.scores import ScoreTask
 from anabranch.runtime.scheduler.state import SchedulerState
+
+log = logging.getLogger(__name__)
 
 
 class Lifecycle:
@@ -308,6 +314,18 @@ class Lifecycle:
             self.refuse(request, error)
         else:
             self.finish(request, "abort")
+
+    @contextmanager
+    def guard(self, request: Request, doing: str) -> Iterator[None]:
+        """A fault of ours inside ends this request with an error, and nobody else's."""
+        try:
+            yield
+        except Exception as fault:
+            if self.s.policy.raise_errors:
+                raise
+            log.exception("%s request %d failed", doing, request.request_id)
+            self.s.counters["internal_errors"] += 1
+            self.fail(request, internal(fault, f"{doing} the request"))
 
     def fail(self, request: Request, error: Error) -> None:
         """A fault of ours while something was done for the request, in whatever state that left it."""

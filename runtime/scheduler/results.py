@@ -71,14 +71,19 @@ class Results:
             request = slots.owner[slot]
             if request is None or request.state is State.ENDED or note.is_follower:
                 continue
-            if note.logprobs_from is not None and slot in found and request.prompt_logprobs is not None:
-                request.prompt_logprobs.add(note.logprobs_from, found[slot])
-            if note.tree is not None:
-                self._take_scores(request, note, result)
-            else:
-                self.lifecycle.publish(request)
-                if not request.wants_tokens and request.score is None and slots.committed[slot] >= request.prompt_len:
-                    self.lifecycle.finish(request, "length")
+            with self.lifecycle.guard(request, "taking the result of"):
+                if note.logprobs_from is not None and slot in found and request.prompt_logprobs is not None:
+                    request.prompt_logprobs.add(note.logprobs_from, found[slot])
+                if note.tree is not None:
+                    self._take_scores(request, note, result)
+                else:
+                    self._take_filled(request)
+
+    def _take_filled(self, request: Request) -> None:
+        self.lifecycle.publish(request)
+        is_all = self.s.slots.committed[request.slot] >= request.prompt_len
+        if is_all and not request.wants_tokens and request.score is None:
+            self.lifecycle.finish(request, "length")
 
     def _take_scores(self, request: Request, note: Note, result: StepResult) -> None:
         assert request.score is not None and note.tree is not None
@@ -107,7 +112,8 @@ class Results:
                 slot, first = int(sampled[i]), int(starts[i])
                 request = slots.used[slot]
                 run = ids[first : first + int(counts[i])].tolist()
-                self._take_run(request, run, logprobs.get(slot), is_done=bool(done[i]))
+                with self.lifecycle.guard(request, "taking the tokens of"):
+                    self._take_run(request, run, logprobs.get(slot), is_done=bool(done[i]))
 
     def _take_plain(self, sampled: np.ndarray, ids: np.ndarray) -> None:
         """One token for each of these slots, without logprobs or grammar."""

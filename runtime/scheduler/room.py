@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
-from anabranch.runtime.errors import internal
 from anabranch.runtime.scheduler.decisions import NeedsPages
 from anabranch.runtime.scheduler.lifecycle import Lifecycle
 from anabranch.runtime.scheduler.policy import choose_victim
 from anabranch.runtime.scheduler.requests import Request, State
 from anabranch.runtime.scheduler.state import SchedulerState
-
-log = logging.getLogger(__name__)
 
 
 class Room:
@@ -21,20 +16,13 @@ class Room:
 
     def make(self, request: Request, upto: int) -> bool:
         """Make positions below `upto` writable. False: not in this step (somebody is on the way out), or the request itself had
-        to go. A fault of ours ends this request and nobody else."""
-        s = self.s
-        try:
+        to go."""
+        with self.lifecycle.guard(request, "reserving pages for"):
             while not self.lifecycle.reserve(request, upto):
                 if not self._take_from_others(request, upto):
                     return False
             return True
-        except Exception as fault:
-            if s.policy.raise_errors:
-                raise
-            log.exception("reserving pages for request %d failed", request.request_id)
-            s.counters["internal_errors"] += 1
-            self.lifecycle.fail(request, internal(fault, "reserving pages for the request"))
-            return False
+        return False
 
     def _take_from_others(self, request: Request, upto: int) -> bool:
         """Pages are short. True: some became free, try again."""

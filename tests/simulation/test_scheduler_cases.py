@@ -1,12 +1,12 @@
 """Known ways in which a scheduler gets stuck, unfair, wasteful or wrong, each as one scenario."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
+from support.scheduling import GREEDY, expect_all, finished, make_engine, prompt, stats_of, submit, tokens_of
 
 from anabranch.radix.invariants import check
-from anabranch.runtime.config import CacheConfig, SchedulerConfig
+from anabranch.runtime.config import CacheConfig
 from anabranch.runtime.messages import (
     AbortRequests,
     CloseBranches,
@@ -16,61 +16,14 @@ from anabranch.runtime.messages import (
     JoinBranch,
     OpenBranch,
     Produced,
-    QueryStats,
     Refused,
     SamplingParams,
-    StatsReply,
     Submit,
     SubmitScore,
     ints,
 )
 from anabranch.runtime.scheduler.paths import child_path
-from anabranch.runtime.scheduler.policy import Policy
-from anabranch.runtime.scheduler.scheduler import Scheduler
-from anabranch.runtime.testing import FakeEngine, FakeWorker
-
-GREEDY = SamplingParams(temperature=0.0)
-
-
-def make_engine(
-    *, num_pages: int = 64, page_size: int = 4, max_slots: int = 8, budget: int = 32, depth: int = 2,
-    vocab_size: int = 64, context_length: int = 512, cache: CacheConfig | None = None, **policy: int,
-) -> FakeEngine:  # fmt: skip
-    worker = FakeWorker(
-        num_pages=num_pages, page_size=page_size, max_slots=max_slots, vocab_size=vocab_size, context_length=context_length
-    )
-    scheduler = Scheduler(
-        SchedulerConfig(max_slots=max_slots, tokens_per_step=budget), worker.ready(), cache=cache,
-        policy=Policy(pipeline_depth=depth, raise_errors=True, **policy),  # type: ignore[arg-type]
-    )  # fmt: skip
-    return FakeEngine(scheduler, worker)
-
-
-def submit(engine: FakeEngine, number: int, tokens: Sequence[int], max_tokens: int = 4, *, params: SamplingParams = GREEDY,
-           program: int = 0, namespace: bytes = b"n", priority: int = 0) -> None:  # fmt: skip
-    """A request with a branch of its own, both numbered `number`."""
-    engine.send(
-        OpenBranch(number, program, namespace, priority=priority),
-        Submit(number, number, ints(tokens), max_tokens, params, arrival=engine.clock()),
-    )
-
-
-def finished(events: Sequence[object]) -> dict[int, Finished]:
-    return {event.request_id: event for event in events if isinstance(event, Finished)}
-
-
-def tokens_of(events: Sequence[object], request_id: int) -> list[int]:
-    return [t for e in events if isinstance(e, Produced) and e.request_id == request_id for t in e.token_ids]
-
-
-def stats_of(engine: FakeEngine) -> dict:
-    engine.send(QueryStats(1, check=True))
-    return next(event.stats for event in engine.run_until_idle() if isinstance(event, StatsReply))
-
-
-def prompt(seed: int, length: int, vocab_size: int = 64) -> list[int]:
-    return [random.Random(seed).randrange(vocab_size) for _ in range(length)] if length else []
-
+from anabranch.runtime.testing import FakeEngine
 
 # ---------------------------------------------------------------- usage
 
@@ -100,7 +53,7 @@ def test_a_prompt_of_whole_pages_that_is_cached_computes_its_last_token_again() 
 
 def test_tokens_computed_again_after_preemption_are_no_cache_hit() -> None:
     engine = make_engine(num_pages=16, page_size=4, max_slots=2)
-    engine.scheduler.state.headroom.expect = lambda generated, limit: generated * 0  # everybody is let in
+    expect_all(engine)
     for number in (1, 2):
         submit(engine, number, prompt(number, 20), max_tokens=24)
     ended = finished(engine.run_until_idle())
@@ -125,7 +78,7 @@ def test_two_long_prompts_that_do_not_fit_together_take_turns() -> None:
 
 def test_the_oldest_request_is_never_preempted() -> None:
     engine = make_engine(num_pages=24, page_size=4, max_slots=6, vocab_size=8)
-    engine.scheduler.state.headroom.expect = lambda generated, limit: generated * 0
+    expect_all(engine)
     for number in range(1, 7):
         submit(engine, number, prompt(number, 9, 8), max_tokens=60)
     ended = finished(engine.run_until_idle())
@@ -135,7 +88,7 @@ def test_the_oldest_request_is_never_preempted() -> None:
 
 def test_preemptions_of_one_request_are_bounded() -> None:
     engine = make_engine(num_pages=20, page_size=4, max_slots=8, vocab_size=8, max_preemptions=2)
-    engine.scheduler.state.headroom.expect = lambda generated, limit: generated * 0
+    expect_all(engine)
     for number in range(1, 30):
         submit(engine, number, prompt(number, 8, 8), max_tokens=40)
     ended = finished(engine.run_until_idle(20_000))
@@ -212,7 +165,7 @@ def test_the_queue_opens_again_after_a_wave_with_grammars_and_aborts() -> None:
 
 def test_cancelling_preempted_requests_leaves_nothing_behind() -> None:
     engine = make_engine(num_pages=16, page_size=4, max_slots=6, vocab_size=8)
-    engine.scheduler.state.headroom.expect = lambda generated, limit: generated * 0
+    expect_all(engine)
     for number in range(1, 7):
         submit(engine, number, prompt(number, 8, 8), max_tokens=30)
     for _ in range(14):
