@@ -6,9 +6,11 @@ import anabranch as ab
 @ab.function
 def solve(s, question, votes):
     s += ab.system("You solve word problems. You think briefly and give a number.")
+    s += ab.user("Eva has 2 blue and 5 green hats. How many hats has she?")
+    s += ab.assistant("2 blue and 5 green hats are 2 + 5 = 7 hats.\nThe answer is 7.")
     s += ab.user(question)
-    think = ab.gen("thought", max_tokens=40, stop="\n", temperature=0.9)
-    attempt = ab.assistant(think + "\nThe answer is " + ab.gen("answer", type=int, max_tokens=6, temperature=0.3) + ".")
+    think = ab.gen("thought", max_tokens=40, stop="\n", temperature=0.8)
+    attempt = ab.assistant(think + "\nThe answer is " + ab.gen("answer", type=int, max_tokens=6, temperature=0) + ".")
     return ab.self_consistency(s, attempt, "answer", votes)
 
 

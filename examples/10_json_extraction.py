@@ -21,9 +21,12 @@ class Order:
 
 @ab.function
 def extract(s, note):
-    s += ab.system("You turn notes into JSON.")
-    s += ab.user(f"Note: {note}\nGive number, city and by_post as JSON.")
-    s += ab.assistant(ab.gen("order", type=Order, max_tokens=64, temperature=0))
+    s += ab.system("You turn notes about orders into JSON.")
+    s += ab.user("Note: Order 16: Eva in Paris wants 4 plates. Send them by post.")
+    s += ab.assistant('{"number": 16, "city": "Paris", "by_post": true}')
+    s += ab.user("Note: Order 15: Tom from Rome takes 7 forks. He comes and gets them.")
+    s += ab.assistant('{"number": 15, "city": "Rome", "by_post": false}')
+    s += ab.user(f"Note: {note}") + ab.assistant(ab.gen("order", type=Order, max_tokens=64, temperature=0))
 
 
 states = extract.run_batch([[note] for note in NOTES])

@@ -59,7 +59,9 @@ def _tops(logprobs: TokenLogprobs) -> list[list[tuple[float, int, None]]]:
 def logprob(result: Any, name: str, *, mean: bool) -> float:
     logprobs = _chosen_logprobs(result)
     if logprobs is None:
-        raise ProgramError(f"{name!r} has no logprobs: generate it with return_logprob=True (under a constraint they are not the default)")
+        raise ProgramError(
+            f"{name!r} has no logprobs: generate it with return_logprob=True (under a constraint they are not the default)"
+        )
     total = sum(lp for lp in logprobs.logprobs if lp is not None)
     return total / max(1, len(logprobs.logprobs)) if mean else total
 

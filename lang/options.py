@@ -57,10 +57,14 @@ class Options:
         return replace(base, **said) if said else base
 
     def sampling(self, constraint: Constraint | None) -> Sampling:
-        """The backend's form. The chosen tokens' logprobs are asked for unless `return_logprob=False`; under a constraint only
-        with `return_logprob=True`, since tokens that a grammar dictates then cost a step each.
+        """The backend's form. The chosen tokens' logprobs are asked for unless `return_logprob=False`; under a
+        constraint only with `return_logprob=True`, since tokens that a grammar dictates then cost a step each.
         """
-        wanted = self.return_logprob if self.return_logprob is not None else constraint is None or bool(self.top_logprobs_num)
+        wanted = (
+            self.return_logprob
+            if self.return_logprob is not None
+            else constraint is None or bool(self.top_logprobs_num)
+        )
         logprobs = (self.top_logprobs_num or 0) if wanted else None
         start = self.logprob_start_len
         wants_prompt = bool(self.return_logprob) and start is not None and start >= 0

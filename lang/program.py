@@ -226,7 +226,7 @@ def _add_result(record: BranchRecord, result: Any) -> None:
     if is_generation(result):
         record.length = max(record.length, int(usage.get("prompt_tokens", 0)) + len(result.token_ids))
         record.cold_length = record.length - bool(result.token_ids)
-        record.preview = result.text[-PREVIEW:]
+        record.preview = result.text[:PREVIEW]
     elif is_scores(result):
         chosen = result.logprobs[result.best].token_ids if result.logprobs else ()
         record.length = max(record.length, int(usage.get("prompt_tokens", 0)) + len(chosen))

@@ -53,6 +53,11 @@ class Usage:
         return self.computed_tokens + self.completion_tokens - self.unfed_tokens + self.recomputed_tokens
 
     @property
+    def stateless_tokens(self) -> int:
+        """What separate calls, each with its whole prompt and no cache, would have computed."""
+        return self.prompt_tokens + self.completion_tokens - self.unfed_tokens
+
+    @property
     def hit_rate(self) -> float:
         """Cached prompt tokens over prompt tokens."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
@@ -64,7 +69,8 @@ class Usage:
 
     def __str__(self) -> str:
         return (
-            f"{self.total_computed} tokens computed instead of {self.cold_tokens} ({self.saved:.0%} saved), "
+            f"{self.total_computed} tokens computed instead of {self.cold_tokens} by each branch alone "
+            f"({self.saved:.0%} saved) or {self.stateless_tokens} by each call alone; "
             f"{self.hit_rate:.0%} of prompt tokens from cache, {self.copied_pages} pages copied"
         )
 

@@ -22,9 +22,11 @@ REGEX_FLOAT = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
 REGEX_BOOL = r"(True|False)"
 REGEX_STR = r"\"[\w\d\s]*\""
 
-# Ours: a value that Python reads back, of bounded length.
-VALUE_INT = r"-?(0|[1-9][0-9]{0,17})"
-VALUE_FLOAT = r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?"
+# Ours: a value that Python reads back, of bounded length. A number may be followed by one character that ends it,
+# which is also a stop string and so no part of the text: a model that wants to go on with "." must not be left with
+# digits alone.
+VALUE_INT = r"-?(0|[1-9][0-9]{0,17})[ \n.,;)]?"
+VALUE_FLOAT = r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?[ \n,;)]?"
 VALUE_BOOL = r"(true|false)"
 
 
@@ -52,9 +54,9 @@ def type_spec(kind: Any) -> TypeSpec:
     """The constraint and parser of a Python type. A dict or str is taken as a JSON Schema, its value parsed JSON."""
     name = getattr(kind, "__name__", None) or repr(kind)
     if kind is int:
-        return TypeSpec(name, Constraint("regex", VALUE_INT), int)
+        return TypeSpec(name, Constraint("regex", VALUE_INT), int, (" ", "\n", ".", ",", ";", ")"))
     if kind is float:
-        return TypeSpec(name, Constraint("regex", VALUE_FLOAT), float)
+        return TypeSpec(name, Constraint("regex", VALUE_FLOAT), float, (" ", "\n", ",", ";", ")"))
     if kind is bool:
         return TypeSpec(
             name, Constraint("regex", VALUE_BOOL), lambda text: _one_of(text, {"true": True, "false": False})

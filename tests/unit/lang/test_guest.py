@@ -1,4 +1,6 @@
-"""In somebody else's process: scripts end as they should whatever still runs, and notebooks work, are interrupted and go on."""
+"""In somebody else's process: scripts end as they should whatever still runs, and notebooks work, are interrupted
+and go on.
+"""
 
 import subprocess
 import sys

@@ -94,6 +94,10 @@ def test_logprobs_are_asked_for_unless_declined(backend: ScriptedBackend) -> Non
     assert s.logprob("a", mean=True) == pytest.approx(s.logprob("a") / len(s.tokens("a")))
     with pytest.raises(ab.ProgramError, match="'b' has no logprobs"):
         s.logprob("b")
+    s += ab.gen("d", regex="[ab]{3}") + ab.gen("e", regex="[ab]{3}", return_logprob=True)
+    with pytest.raises(ab.ProgramError, match="under a constraint they are not the default"):
+        s.logprob("d")
+    assert s.logprob("e") < 0
     assert s.get_meta_info("c")["output_top_logprobs"][0]
 
 
