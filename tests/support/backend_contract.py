@@ -268,7 +268,7 @@ class BackendContract:
 
     def test_an_explanation_covers_every_token_once(self, backend: Backend) -> None:
         branch = say(backend.open(seed=15), "Explain these tokens to me, please.")
-        gen(branch)
+        gen(branch, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
         told = branch.explain().result(WAIT)
         assert told.length == len(ids(branch)) and 0 <= told.cached_now <= told.length
         edges = [0, *(span.stop for span in told.spans)]
