@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,23 +30,26 @@ class Admission:
         self.s = state
         self.lifecycle = lifecycle
         self._since_fifo = 0  # admissions that passed over the oldest waiting request
-        self._full_line: tuple[int, tuple[Denied, ...]] = (-1, ())  # (version of the line, why: no slot is free)
+        self._no_slot: _Verdict | None = None
+        self._no_pages: _Verdict | None = None
 
     def admit(self, budget: int) -> tuple[Denied, ...]:
         """Give slots to waiting requests, best first, while there are slots, pages and tokens. `budget`: tokens for prefill.
 
-        Returns  reasons of those that got none because of the slots; others are noted one by one
+        Returns  reasons that were found in an earlier step and still hold; new ones are noted one by one
         """
         s = self.s
         if not len(s.line):
             return ()
         if not s.slots.num_free:
             return self._deny_all()
-        demand = _Demand(s, budget)
         growth = self._growth()
+        if self._no_pages is not None and self._no_pages.holds(s, s.free_pages() - growth.expected):
+            return self._no_pages.denied
+        demand = _Demand(s, budget)
+        first, own_needs = len(s.denied), list[int]()
         held_for: int | None = None
-        examined: set[int] = set()
-        for request in self._candidates(examined):
+        for request in self._candidates():
             reason: Reason | None
             if not s.slots.num_free:
                 reason = MaxRunning(s.max_running)
@@ -59,30 +63,41 @@ class Admission:
                 if reason is None:
                     self._since_fifo = 0 if is_oldest else self._since_fifo + 1
                     demand.add(request)
-                    growth += self._growth_of(request)
+                    growth.add(self._growth_of(request))
                     continue
-                if is_oldest and isinstance(reason, NeedsPages) and self._must_hold():
-                    held_for = request.request_id
+                if isinstance(reason, NeedsPages):
+                    own_needs.append(reason.need - growth.expected)
+                    if is_oldest and self._must_hold():
+                        held_for = request.request_id
             if request.request_id in s.requests:
                 s.deny(request, reason)
+        self._remember_shortage(first, own_needs, growth)
         return ()
 
     def _deny_all(self) -> tuple[Denied, ...]:
         """Every slot is taken. Nothing to compute again while the line stays as it is."""
         s = self.s
-        version, denied = self._full_line
-        if version != s.line.version:
+        if self._no_slot is None or not self._no_slot.holds(s, -1):
             reason = MaxRunning(s.max_running)
             front = s.line.ordered(s.manager)
             for request in front:
                 request.wait_reason = "MaxRunning"
             denied = tuple(Denied(request.request_id, reason) for request in front)
-            self._full_line = (s.line.version, denied)
-        return denied
+            self._no_slot = _Verdict(denied, (s.line.version, s.line.num_removed), 0)
+        return self._no_slot.denied
 
-    def _candidates(self, examined: set[int]) -> Iterator[Request]:
+    def _remember_shortage(self, first: int, own_needs: list[int], growth: _Growth) -> None:
+        """If pages were all that anybody lacked, nobody needs to be asked again before there are enough for the smallest."""
+        s, denied = self.s, tuple(self.s.denied[first:])
+        is_shortage = len(denied) == len(own_needs) > 0 and not growth.is_guarded
+        self._no_pages = None
+        if is_shortage and all(isinstance(entry.reason, NeedsPages) for entry in denied):
+            state = (s.line.version, s.line.num_removed, s.manager.epoch)
+            self._no_pages = _Verdict(denied, state, min(own_needs))
+
+    def _candidates(self) -> Iterator[Request]:
         """Waiting requests in the order of the line, each once; the oldest first when its turn has come."""
-        s = self.s
+        s, examined = self.s, set[int]()
         oldest = s.line.oldest()
         if oldest is not None and self._since_fifo >= s.policy.fifo_every - 1:
             examined.add(oldest.request_id)
@@ -96,45 +111,48 @@ class Admission:
                 examined.add(request.request_id)
                 yield request
                 if s.line.version != version and s.slots.num_free:
-                    break  # an admission may have changed the order: a program had its share, or a prefix is cached now
+                    break  # an admission changed the order: its program has had its share
 
     def _must_hold(self) -> bool:
         return self._since_fifo >= self.s.policy.fifo_every + self.s.policy.hold_after
 
-    def _try(self, request: Request, growth: int) -> Reason | None:
+    def _try(self, request: Request, growth: _Growth) -> Reason | None:
         """Give the request a slot, or say why not."""
         with self.lifecycle.guard(request, "admitting"):
+            blocker = self._blocker(request)
+            if blocker is not None:
+                return WaitsForPrefix(blocker.request_id)
             return self._try_to_seat(request, growth)
         return TokenBudget(self.s.config.tokens_per_step)  # it has ended; nobody reads this
 
-    def _try_to_seat(self, request: Request, growth: int) -> Reason | None:
-        s = self.s
-        blocker = self._blocker(request)
-        if blocker is not None:
-            return WaitsForPrefix(blocker.request_id)
-        kv = request.branch.known()
+    def _try_to_seat(self, request: Request, growth: _Growth) -> NeedsPages | None:
+        s, kv = self.s, request.branch.known()
         upto = self._pages_upto(request)
         if s.pages_for(upto) > s.manager.pool.num_pages:  # it has outgrown the pool, as far as it can ever get
             self._end_outgrown(request)
             return NeedsPages(s.pages_for(upto), s.manager.pool.num_pages)
         is_alone = not s.slots.used
-        growth = 0 if is_alone else growth + self._growth_of(request)
-        if not is_alone and self._is_often_preempted(request):
-            growth = self._growth(in_worst_case=True) + self._growth_of(request)
-        need, free = s.pages_for(upto) - s.manager.lookup(kv) // s.page_size + growth, s.free_pages()
-        if not is_alone and need > free:
-            return NeedsPages(need, free)
+        own, free = s.pages_for(upto) - s.manager.lookup(kv) // s.page_size, s.free_pages()
+        if not is_alone and own > free - growth.expected:
+            return NeedsPages(own + growth.expected, free)
+        spare = 0 if is_alone else growth.with_(self._growth_of(request))
+        if not is_alone and own + spare > free:
+            return NeedsPages(own + spare, free)
         if is_alone and request.must_start_over:
             self._empty_pool()
             request.must_start_over = False
-        known = len(kv)
         cached = self.lifecycle.attach(request)
         kv = request.branch.known()
         if not is_alone:
-            need, free = s.pages_for(upto) - kv.num_pages + growth, s.free_pages()
-            if need > free or s.manager.can_reserve(kv, upto):
+            own, free = s.pages_for(upto) - kv.num_pages, s.free_pages()
+            if own + spare > free or s.manager.can_reserve(kv, upto):
                 s.manager.detach(kv)
-                return NeedsPages(need, free)
+                return NeedsPages(own + spare, free)
+        self._seat(request, cached, upto)
+        return None
+
+    def _seat(self, request: Request, cached: int, upto: int) -> None:
+        s = self.s
         s.line.remove(request)
         s.slots.take(request)
         request.state = State.RUNNING
@@ -142,9 +160,11 @@ class Admission:
             cached = self._start_over(request, upto)
         if request.scheduled_at is None:
             request.scheduled_at = s.now
-        s.line.charge(request.branch.program, known - min(cached, kv.computed) + self._expected(request))
+        kv = request.branch.known()
+        expected = self._expected(request)
+        request.charged_upto = len(kv) + expected
+        s.line.charge(request.branch.program, len(kv) - kv.computed + expected)
         self.lifecycle.seat(request, cached)
-        return None
 
     def _end_outgrown(self, request: Request) -> None:
         """A pool cannot hold what the request knows: it has grown to that, or the pool was a larger one when it came."""
@@ -213,36 +233,69 @@ class Admission:
 
     # ------------------------------------------------------------ head-room
 
-    def _growth(self, *, in_worst_case: bool = False) -> int:
-        """Pages that the running requests are expected to take on top of those they have."""
+    def _growth(self) -> _Growth:
+        """Pages that the running requests are expected to take on top of those they have, and those that they may take."""
         s = self.s
         used = np.fromiter((slot for slot, r in s.slots.used.items() if r.state is State.RUNNING), np.int64)
+        is_guarded = any(map(self._is_often_preempted, s.slots.used.values()))
         if not len(used):
-            return 0
+            return _Growth(0, 0, is_guarded)
         known, limit, prompt = s.slots.known[used], s.slots.limit[used], s.slots.prompt_len[used]
-        if in_worst_case or self._is_guarded():
-            final = limit
-        else:
-            final = known + s.headroom.expect(known - prompt, limit - prompt)
-        pages = -(-final // s.page_size) - s.slots.capacity[used] // s.page_size
-        return int(np.maximum(pages, 0).sum())
+        has = s.slots.capacity[used] // s.page_size
+        finals = (known + s.headroom.expect(known - prompt, limit - prompt), limit)
+        expected, most = (int(np.maximum(-(-final // s.page_size) - has, 0).sum()) for final in finals)
+        return _Growth(most if is_guarded else expected, most, is_guarded)
 
-    def _growth_of(self, request: Request) -> int:
+    def _growth_of(self, request: Request) -> _Growth:
         s, known = self.s, len(request.branch.known())
-        is_guarded = self._is_often_preempted(request) or self._is_guarded()
-        final = request.limit if is_guarded else known + self._expected(request)
-        return s.pages_for(final) - s.pages_for(known)
+        has, is_guarded = s.pages_for(known), self._is_often_preempted(request)
+        most = s.pages_for(request.limit) - has
+        return _Growth(s.pages_for(known + self._expected(request)) - has, most, is_guarded)
 
     def _expected(self, request: Request) -> int:
-        generated = len(request.branch.known()) - request.prompt_len
-        return int(self.s.headroom.expect(np.array([generated]), np.array([request.limit - request.prompt_len]))[0])
-
-    def _is_guarded(self) -> bool:
-        """Somebody runs who has been preempted often enough: only what fits in everybody's worst case is admitted."""
-        return any(map(self._is_often_preempted, self.s.slots.used.values()))
+        """Tokens that the request is expected to generate from here on; remembered until something new is learnt."""
+        s, generated = self.s, len(request.branch.known()) - request.prompt_len
+        key = (generated, s.headroom.num_observed)
+        if request.expected_at != key:
+            limit = request.limit - request.prompt_len
+            request.expected = int(s.headroom.expect(np.array([generated]), np.array([limit]))[0])
+            request.expected_at = key
+        return request.expected
 
     def _is_often_preempted(self, request: Request) -> bool:
         return request.num_preemptions > 0 and request.num_preemptions >= self.s.policy.max_preemptions
+
+
+@dataclass(slots=True)
+class _Growth:
+    """Pages to leave free for requests that run. Guarded (somebody was preempted often enough), `expected` is the most."""
+
+    expected: int
+    most: int
+    is_guarded: bool
+
+    def with_(self, other: _Growth) -> int:
+        """What both together need."""
+        is_guarded = self.is_guarded or other.is_guarded
+        return self.most + other.most if is_guarded else self.expected + other.expected
+
+    def add(self, other: _Growth) -> None:
+        self.expected = self.with_(other)
+        self.most += other.most
+        self.is_guarded |= other.is_guarded
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Why nobody in the line gets a slot: true while the line (and the cache) stay as they are and pages are fewer than `least`."""
+
+    denied: tuple[Denied, ...]
+    state: tuple[int, ...]
+    least: int
+
+    def holds(self, s: SchedulerState, spare_pages: int) -> bool:
+        now = (s.line.version, s.line.num_removed, s.manager.epoch)
+        return self.state == now[: len(self.state)] and spare_pages < self.least and bool(s.slots.used)
 
 
 class _Demand:

@@ -112,6 +112,7 @@ class Following:
         request.state = State.RUNNING
         slots.committed[slot] = slots.planned[slot] = slots.known[slot] = slots.capacity[slot] = length
         request.count_attached(length)
+        request.charged_upto = length  # what others compute is free
         self._follow(request, host)
 
     def _seat(self, request: Request) -> bool:

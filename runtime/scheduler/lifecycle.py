@@ -246,6 +246,7 @@ class Lifecycle:
         request.twins.clear()
         request.num_steps += int(s.slots.num_steps[slot])
         request.reached = max(request.reached, int(s.slots.committed[slot]))
+        s.line.charge(record.program, len(kv) - request.charged_upto)  # give back what was expected and did not come
         s.copies.pop(slot, None)
         s.fresh.pop(slot, None)
         if request.state is State.ENDED:

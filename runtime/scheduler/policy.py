@@ -79,8 +79,9 @@ class WaitingLine:
         self._members: dict[int, Request] = {}
         self._floor = 0.0  # a program that comes back starts here: idle time earns nothing
         self._ordered: list[Request] = []
-        self._ordered_at: tuple[int, int] | None = None
-        self.version = 0  # changes with the members and their classes
+        self._ordered_at: tuple[int, int, int] | None = None
+        self.version = 0  # changes when somebody joins or changes class: the order may be another one
+        self.num_removed = 0  # of those who left
 
     def __len__(self) -> int:
         return len(self._members)
@@ -104,6 +105,7 @@ class WaitingLine:
         del self._members[request.request_id]
         del request.branch.program.waiting[request.request_id]
         self._unfile(request)
+        self.num_removed += 1
         if len(self._by_age) > 64 and len(self._by_age) > 4 * len(self._members):
             self._by_age = sorted((r.seq, r.request_id, r) for r in self._members.values())
 
@@ -116,6 +118,7 @@ class WaitingLine:
             for request in program.waiting.values():
                 self._unfile(request)
                 self._file(request)
+                self.version += 1
 
     def reorder(self) -> None:
         """The cache is another one: nothing that was known about it holds."""
@@ -130,15 +133,15 @@ class WaitingLine:
         return None
 
     def ordered(self, manager: KVManager) -> list[Request]:
-        """The front of the line, best first. Do not change the list.
+        """The front of the line, best first; some may have left the line since. Do not change the list.
 
         Cost     nothing while neither line nor tree has changed; else O(window), whatever the length of the line
         """
-        now = (self.version, manager.epoch)
+        now = (self.version, self.num_removed // max(1, self.policy.window // 4), manager.epoch)
         if now != self._ordered_at:
             front = list(islice(self._in_classes(), self.policy.window))
             self._ordered = sorted(front, key=lambda r: self._sort_key(r, manager))
-            self._ordered_at = (self.version, manager.epoch)
+            self._ordered_at = now
         return self._ordered
 
     def _sort_key(self, request: Request, manager: KVManager) -> tuple[LineKey, int, int, int]:
@@ -165,7 +168,6 @@ class WaitingLine:
         del members[request.request_id]
         if not members:
             del self._classes[request.line_key]
-        self.version += 1
 
 
 def choose_victim(running: Iterable[Request], asking: Request, max_preemptions: int) -> Request | None:

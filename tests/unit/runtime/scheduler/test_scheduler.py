@@ -725,3 +725,17 @@ def test_produced_tokens_carry_their_logprobs() -> None:
         assert event.logprobs is not None and event.logprobs.token_ids == event.token_ids
         assert all(len(ids) == len(values) == 3 for ids, values in event.logprobs.tops)
     assert np.isfinite([value for e in events for value in e.logprobs.logprobs]).all()
+
+
+def test_a_smaller_pool_after_a_restart_refuses_what_cannot_fit_any_more() -> None:
+    engine = make_engine(num_pages=64, max_slots=1)
+    submit(engine, 1, prompt(1, 10), 30)
+    submit(engine, 2, prompt(2, 100), 5)
+    tick(engine, 5)
+    small = make_engine(num_pages=16, max_slots=1).worker
+    engine.worker = small
+    engine.plans.clear()
+    engine.scheduler.restart(engine.clock(), small.ready())
+    events = engine.run_until_idle()
+    assert refused(events)[2].error.code == "kv_capacity_exceeded"
+    assert tokens_of(engine.events, 1) == small.model.generate(prompt(1, 10), GREEDY, 0, 30)[0]
