@@ -21,6 +21,9 @@ from anabranch.runtime.scheduler.requests import Request, State
 from anabranch.runtime.scheduler.state import SchedulerState
 
 
+MAX_SHORT = 64  # requests that are found to lack pages before a step stops looking for one that does not
+
+
 class Admission:
     """Prompts get all their pages at admission, so that prefill never runs short in the middle and two long prompts that do
     not fit together take turns instead of throwing each other out. Besides, room is left for what the running requests
@@ -71,6 +74,8 @@ class Admission:
                         held_for = request.request_id
             if request.request_id in s.requests:
                 s.deny(request, reason)
+            if len(own_needs) == MAX_SHORT:
+                break
         self._remember_shortage(first, own_needs, growth)
         return ()
 

@@ -58,10 +58,14 @@ class Policy:
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """Requests of one program share with other programs as one. `served` counts tokens, from a floor that rises with time."""
+    """Requests of one program share with other programs as one. `served` counts tokens, from a floor that rises with time.
+
+    `share` is that in quanta, as far as the waiting line goes by it: while no other program waits, it need not be exact.
+    """
 
     program_id: int
     served: float = 0.0
+    share: int = 0
     num_branches: int = 0
     waiting: dict[int, Request] = field(default_factory=dict)
 
@@ -77,7 +81,8 @@ class WaitingLine:
         self._classes: dict[LineKey, dict[int, Request]] = {}
         self._by_age: list[tuple[int, int, Request]] = []  # a heap; those that left are dropped when they come up
         self._members: dict[int, Request] = {}
-        self._floor = 0.0  # a program that comes back starts here: idle time earns nothing
+        self._programs: dict[int, Program] = {}  # those with a request in the line
+        self._floor = 0.0  # a program that comes back starts here
         self._ordered: list[Request] = []
         self._ordered_at: tuple[int, int, int] | None = None
         self.version = 0  # changes when somebody joins or changes class: the order may be another one
@@ -95,7 +100,7 @@ class WaitingLine:
     def add(self, request: Request) -> None:
         program = request.branch.program
         if not program.waiting:
-            program.served = max(program.served, self._floor)
+            self._welcome(program)
         program.waiting[request.request_id] = request
         self._members[request.request_id] = request
         heappush(self._by_age, (request.seq, request.request_id, request))
@@ -103,7 +108,10 @@ class WaitingLine:
 
     def remove(self, request: Request) -> None:
         del self._members[request.request_id]
-        del request.branch.program.waiting[request.request_id]
+        program = request.branch.program
+        del program.waiting[request.request_id]
+        if not program.waiting:
+            del self._programs[program.program_id]
         self._unfile(request)
         self.num_removed += 1
         if len(self._by_age) > 64 and len(self._by_age) > 4 * len(self._members):
@@ -112,13 +120,26 @@ class WaitingLine:
     def charge(self, program: Program, tokens: float) -> None:
         """The program was given so many tokens' worth of work (or gave them back, if negative)."""
         self._floor = max(self._floor, program.served) if tokens > 0 else self._floor
-        before = self._bucket(program)
         program.served += tokens
-        if self._bucket(program) != before:
-            for request in program.waiting.values():
-                self._unfile(request)
-                self._file(request)
-                self.version += 1
+        if len(self._programs) > 1:
+            self._refile(program)
+
+    def _welcome(self, program: Program) -> None:
+        """The program has not been waiting: idle time earns it nothing. Now the shares of the others count, too."""
+        program.served = max(program.served, self._floor)
+        self._programs[program.program_id] = program
+        for other in self._programs.values() if len(self._programs) == 2 else (program,):
+            self._refile(other)
+
+    def _refile(self, program: Program) -> None:
+        """Move the program's waiting requests if its share, in quanta, has changed. O(its waiting requests)."""
+        share = int(program.served // self.policy.fair_quantum)
+        if share == program.share:
+            return
+        program.share = share
+        for request in program.waiting.values():
+            self._unfile(request)
+            self._file(request)
 
     def reorder(self) -> None:
         """The cache is another one: nothing that was known about it holds."""
@@ -154,12 +175,9 @@ class WaitingLine:
         for key in sorted(self._classes):
             yield from self._classes[key].values()
 
-    def _bucket(self, program: Program) -> int:
-        return int(program.served // self.policy.fair_quantum)
-
     def _file(self, request: Request) -> None:
         ran_before = 0 if request.scheduled_at is not None else 1
-        request.line_key = (-request.branch.priority, self._bucket(request.branch.program), ran_before)
+        request.line_key = (-request.branch.priority, request.branch.program.share, ran_before)
         self._classes.setdefault(request.line_key, {})[request.request_id] = request
         self.version += 1
 
