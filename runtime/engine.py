@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -37,6 +37,7 @@ from anabranch.runtime.remote import Door, RemoteCarrier
 from anabranch.runtime.supervisor import Supervisor
 
 Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, str]]
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 
@@ -226,17 +227,15 @@ class Engine:
 
     def stream(self, prompt: Prompt, *, seed: int | None = None, **params: Any) -> Iterator[str]:
         """Pieces of text as they settle. Closing the iterator cancels the request."""
-        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        branch = self._prompted(prompt, seed)
-        future = branch.generate(to_request(params), pieces.put)
-        future.add_done_callback(lambda _: pieces.put(None))
-        try:
-            while (piece := pieces.get()) is not None:
-                yield piece
-            future.result()
-        finally:
-            future.cancel()
-            branch.close()
+        return _pieces(self._prompted(prompt, seed), params, close=True)
+
+    def stream_chat(self, messages: Messages, *, seed: int | None = None, **params: Any) -> Iterator[str]:
+        """The answer to a conversation, in pieces."""
+        return _pieces(self._conversed(messages, seed), params, close=True)
+
+    def conversation(self, *, system: str | None = None, seed: int | None = None) -> Conversation:
+        """A chat that grows: each turn computes only what is new."""
+        return Conversation(self.open(seed=seed), system)
 
     async def astream(self, prompt: Prompt, *, seed: int | None = None, **params: Any) -> AsyncIterator[str]:
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str | None]()
@@ -256,17 +255,17 @@ class Engine:
             future.cancel()
             branch.close()
 
-    def chat(
-        self, messages: Sequence[dict[str, str]], *, n: int = 1, seed: int | None = None, **params: Any
-    ) -> Completion:
+    def chat(self, messages: Messages, *, n: int = 1, seed: int | None = None, **params: Any) -> Completion:
         """Answer a conversation of {"role", "content"} messages, in the model's own chat template."""
+        return _gather(*_generations(self._conversed(messages, seed), n, params))
+
+    def _conversed(self, messages: Messages, seed: int | None) -> BranchHandle:
         segments: list[Any] = []
         for message in messages:
             segments += [RoleBegin(message["role"]), Text(message["content"]), RoleEnd()]
-        segments.append(RoleBegin("assistant"))
         branch = self.open(seed=seed)
-        branch.append(segments)
-        return _gather(*_generations(branch, n, params))
+        branch.append([*segments, RoleBegin("assistant")])
+        return branch
 
     def score(self, prompt: Prompt, choices: Sequence[str], method: Method = "token_length_normalized") -> Scores:
         """Log-likelihood of each choice after the prompt, in one forward."""
@@ -285,6 +284,35 @@ class Engine:
         self, prompt: Prompt, n: int, seed: int | None, params: dict[str, Any]
     ) -> tuple[list[BranchHandle], list[Future[Generation]]]:
         return _generations(self._prompted(prompt, seed), n, params)
+
+
+class Conversation:
+    """A chat on one branch of the engine."""
+
+    def __init__(self, branch: BranchHandle, system: str | None) -> None:
+        self._branch = branch
+        if system:
+            branch.append([RoleBegin("system"), Text(system), RoleEnd()])
+
+    def say(self, text: str, **params: Any) -> Iterator[str]:
+        """A user's turn; yields the assistant's answer in pieces, and closes its turn."""
+        self._branch.append([RoleBegin("user"), Text(text), RoleEnd(), RoleBegin("assistant")])
+        yield from _pieces(self._branch, params, close=False)
+        self._branch.append([RoleEnd()])
+
+
+def _pieces(branch: BranchHandle, params: dict[str, Any], *, close: bool) -> Iterator[str]:
+    pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    future = branch.generate(to_request(params), pieces.put)
+    future.add_done_callback(lambda _: pieces.put(None))
+    try:
+        while (piece := pieces.get()) is not None:
+            yield piece
+        future.result()
+    finally:
+        future.cancel()
+        if close:
+            branch.close()
 
 
 def _generations(
