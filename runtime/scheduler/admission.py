@@ -20,7 +20,6 @@ from anabranch.runtime.scheduler.lifecycle import Lifecycle, over_capacity
 from anabranch.runtime.scheduler.requests import Request, State
 from anabranch.runtime.scheduler.state import SchedulerState
 
-
 MAX_SHORT = 64  # requests that are found to lack pages before a step stops looking for one that does not
 
 

@@ -43,6 +43,8 @@ class Filling:
         goes to those that are done soonest; what is over, to the oldest again.
         """
         columns = self.s.slots
+        if not columns.filling.any():
+            return []
         slots = np.flatnonzero(columns.filling & columns.live & ~columns.leaving & (columns.known > columns.planned))
         filling = sorted((columns.used[slot] for slot in slots.tolist()), key=Request.rank)
         if not filling:

@@ -54,13 +54,15 @@ class Following:
 
     def rows(self, decode: np.ndarray) -> list[Row]:
         """Rows of the followers of these decode rows."""
+        if not self.s.slots.num_following:
+            return []
         in_step = set(decode.tolist())
         return [self._row(request) for request in self._followers() if request.host and request.host.slot in in_step]
 
     def _followers(self) -> list[Request]:
         """Those of which nothing is in flight."""
         columns = self.s.slots
-        if not columns.follows.any():
+        if not columns.num_following:
             return []
         slots = np.flatnonzero(columns.follows & columns.live & ~columns.leaving & (columns.in_flight == 0))
         return [columns.used[slot] for slot in slots.tolist()]
@@ -94,6 +96,7 @@ class Following:
         request.host, request.agreed = host, int(slots.known[host.slot])
         host.num_followers += 1
         slots.follows[request.slot] = True
+        slots.num_following += 1
         slots.can_feed[host.slot] = False
 
     def _row(self, request: Request) -> Row:

@@ -173,6 +173,7 @@ class Lifecycle:
             return
         request.host = None
         slots.follows[request.slot] = False
+        slots.num_following -= 1
         host.num_followers -= 1
         if not host.num_followers and host.slot >= 0:
             slots.set_rules(host.slot, host)

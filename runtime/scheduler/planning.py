@@ -14,7 +14,7 @@ from anabranch.runtime.scheduler.lifecycle import Lifecycle
 from anabranch.runtime.scheduler.plans import StepRows, build_plan
 from anabranch.runtime.scheduler.requests import Request, State
 from anabranch.runtime.scheduler.room import Room
-from anabranch.runtime.scheduler.state import Flight, SchedulerState
+from anabranch.runtime.scheduler.state import Flight, Note, SchedulerState
 
 
 class Planner:
@@ -70,22 +70,30 @@ class Planner:
         s.num_steps += 1
         if self._grouped_at != columns.changes:
             self._regroup()
-        rows.decode = rows.decode[np.argsort(columns.rank[rows.decode], kind="stable")]
-        in_step = [*rows.decode.tolist(), *(row.slot for row in rows.others)]
-        started = [slot for slot in in_step if not columns.started[slot]]
-        starts = [self._start(columns.used[slot]) for slot in started]
-        columns.started[started] = True
+            rows.decode = rows.decode[np.argsort(columns.rank[rows.decode], kind="stable")]
+        starts = self._starts(rows)
         plan, notes = build_plan(s, rows, starts)
         self._take_off(rows, plan, notes)
         return plan
 
-    def _take_off(self, rows: StepRows, plan: StepPlan, notes: dict) -> None:
+    def _starts(self, rows: StepRows) -> list[SlotStart]:
+        """Slots that the worker does not know yet."""
+        columns = self.s.slots
+        new = rows.decode[~columns.started[rows.decode]].tolist()
+        new += [row.slot for row in rows.others if not columns.started[row.slot]]
+        if new:
+            columns.started[new] = True
+        return [self._start(columns.used[slot]) for slot in new]
+
+    def _take_off(self, rows: StepRows, plan: StepPlan, notes: dict[int, Note]) -> None:
         """The columns move on to what will be true when the step returns."""
         s, columns = self.s, self.s.slots
-        upto = np.concatenate([columns.planned[rows.decode] + 1, np.array([row.upto for row in rows.others], np.int32)])
-        samples = np.ones(len(upto), np.bool_)
-        samples[len(rows.decode) :] = [row.samples for row in rows.others]
-        slots = np.concatenate([rows.decode, np.array([row.slot for row in rows.others], np.int32)]).astype(np.int32)
+        slots, upto = rows.decode, columns.planned[rows.decode] + 1
+        samples = np.ones(len(rows), np.bool_)
+        if rows.others:
+            samples[len(slots) :] = [row.samples for row in rows.others]
+            slots = np.concatenate([slots, [row.slot for row in rows.others]]).astype(np.int32)
+            upto = np.concatenate([upto, [row.upto for row in rows.others]]).astype(np.int32)
         columns.planned[rows.decode] += 1
         for row in rows.others:
             columns.planned[row.slot] = columns.known[row.slot] if row.trie is not None else row.upto
@@ -113,10 +121,11 @@ class Planner:
     # ------------------------------------------------------------ order of rows
 
     def _used_slots(self) -> np.ndarray:
-        """Slots in use; computed when they change."""
+        """Slots in use, in the order in which their rows stand in a step; computed when they change."""
         columns = self.s.slots
         if self._used_at != columns.changes:
-            self._used_at, self._used = columns.changes, np.fromiter(columns.used, np.int32, len(columns.used))
+            used = np.fromiter(columns.used, np.int32, len(columns.used))
+            self._used_at, self._used = columns.changes, used[np.argsort(columns.rank[used], kind="stable")]
         return self._used
 
     def _regroup(self) -> None:
@@ -132,6 +141,7 @@ class Planner:
         columns.group[:] = -1
         columns.rank[:] = 2**30
         columns.rank[order] = np.arange(len(order))
+        self._used_at = -1
         s.group_tokens = [group.num_tokens for group in groups]
         for index, group in enumerate(groups):
             columns.group[list(group.members)] = index

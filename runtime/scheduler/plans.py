@@ -51,13 +51,8 @@ def build_plan(s: SchedulerState, rows: StepRows, starts: list[SlotStart]) -> tu
 
     Cost     numpy over the decode rows; Python over the others, and over rows whose page table changed
     """
-    all_slots = np.concatenate([rows.decode, np.array([row.slot for row in rows.others], np.int32)]).astype(np.int32)
-    num_decode = len(rows.decode)
-    order = np.argsort(s.slots.rank[all_slots], kind="stable") if rows.others else np.arange(num_decode)
-    slots = all_slots[order]
-    row_of = {int(slot): i for i, slot in enumerate(slots)} if rows.others else {}
-
-    first = s.slots.planned[slots].astype(np.int32)
+    slots, row_of = _order(s, rows)
+    first = s.slots.planned[slots]
     num_new = np.ones(len(slots), np.int32)
     feedback = (first >= s.slots.known[slots]).astype(np.int32)
     sample = np.ones(len(slots), np.int32)
@@ -67,7 +62,7 @@ def build_plan(s: SchedulerState, rows: StepRows, starts: list[SlotStart]) -> tu
         i = row_of[row.slot]
         first[i], num_new[i], feedback[i], sample[i] = row.first, len(row.tokens), 0, row.samples
         asks_logprobs[i], next_ids[i] = row.logprobs_from is not None, row.next_id
-    has_twins = any(row.host is not None for row in rows.others)
+    has_followers = any(row.host is not None for row in rows.others)
     logits_of = np.arange(len(slots), dtype=np.int32)
     notes, trees = _notes_and_trees(rows, row_of, logits_of)
 
@@ -93,10 +88,19 @@ def build_plan(s: SchedulerState, rows: StepRows, starts: list[SlotStart]) -> tu
         trees=trees,
         groups=_groups(s, slots, first) if len(slots) > 1 else (),
         fresh_pages=ints(fresh),
-        logits_of=ints(logits_of) if has_twins else b"",
+        logits_of=ints(logits_of) if has_followers else b"",
     )
     s.slots.ends = []
     return plan, notes
+
+
+def _order(s: SchedulerState, rows: StepRows) -> tuple[np.ndarray, dict[int, int]]:
+    """The rows' slots in the order of the step, and the row of each slot (empty if all are decode rows, which are in order)."""
+    if not rows.others:
+        return rows.decode, {}
+    slots = np.concatenate([rows.decode, np.array([row.slot for row in rows.others], np.int32)]).astype(np.int32)
+    slots = slots[np.argsort(s.slots.rank[slots], kind="stable")]
+    return slots, {slot: i for i, slot in enumerate(slots.tolist())}
 
 
 def _notes_and_trees(

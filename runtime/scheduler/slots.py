@@ -82,6 +82,7 @@ class Slots:
         self.ends: list[int] = []  # given back, and the worker has not been told
         self.used: dict[int, Request] = {}  # slot -> its request, in the order they were taken
         self.changes = 0  # grows when the set of used slots changes
+        self.num_following = 0
 
     @property
     def num_free(self) -> int:
