@@ -200,7 +200,7 @@ class Engine:
     # ------------------------------------------------------------ calls
 
     def tokenize(self, text: str) -> list[int]:
-        return _wait(self._client.tokenize([Text(text)]))  # type: ignore[no-any-return]
+        return _wait(self._client.tokenize([Text(text)]))
 
     def generate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, seed: int | None = None, **params: Any) -> Any:
         """Complete a prompt (text, or token ids), or each of a list of prompts, all at once.
@@ -212,7 +212,7 @@ class Engine:
         Raises   InvalidRequest and other RequestErrors, EngineLost
         """
         if _is_many(prompt):
-            started = [self._start_generation(p, n, seed, params) for p in prompt]
+            started = [self._start_generation(p, n, seed, params) for p in prompt]  # type: ignore[arg-type]
             return [_gather(branches, futures) for branches, futures in started]
         return _gather(*self._start_generation(prompt, n, seed, params))  # type: ignore[arg-type]
 
@@ -269,11 +269,11 @@ class Engine:
 
     def score(self, prompt: Prompt, choices: Sequence[str], method: Method = "token_length_normalized") -> Scores:
         """Log-likelihood of each choice after the prompt, in one forward."""
-        return _wait(self._prompted(prompt, 0).score(choices, method, append=False))  # type: ignore[no-any-return]
+        return _wait(self._prompted(prompt, 0).score(choices, method, append=False))
 
     def explain(self, prompt: Prompt) -> Explanation:
         """What of this prompt is cached now."""
-        return _wait(self._prompted(prompt, 0).explain())  # type: ignore[no-any-return]
+        return _wait(self._prompted(prompt, 0).explain())
 
     def _prompted(self, prompt: Prompt, seed: int | None) -> BranchHandle:
         branch = self.open(seed=seed)
@@ -331,7 +331,7 @@ def to_request(params: dict[str, Any]) -> GenerateParams:
     constraints: list[Grammar] = []
     for kind in ("regex", "json_schema", "ebnf", "lark", "choices"):
         if (source := fields.pop(kind, None)) is not None:
-            constraints.append(Grammar(kind, source if isinstance(source, str) else _json(source)))  # type: ignore[arg-type]
+            constraints.append(Grammar(kind, source if isinstance(source, str) else _json(source)))
     if (grammar := fields.pop("grammar", None)) is not None:
         constraints.append(grammar)
     if len(constraints) > 1:

@@ -14,7 +14,7 @@ from anabranch.runtime.inprocess import Arrived, Connected, Disconnected, Engine
 from anabranch.runtime.messages import Error, Hello, ToClient, ToTokenizer
 from anabranch.runtime.transport import ClientLink, ClientServer, Mailbox, endpoint, private_directory, remove_directory
 
-PING_S = 1.0
+PING_MS = 1000
 LOST = Error(
     type="internal_error",
     message="the engine is gone: its process ended, or it was closed. Start a new one, and run the program again",
@@ -114,7 +114,7 @@ class Door:
                         del outside[gone]
                         self._engine.put(Disconnected(gone))
                 server.gone.clear()
-                if not self._mailbox.arm() and not poller.poll(10 if server.has_backlog else 1000 * PING_S):
+                if not self._mailbox.arm() and not poller.poll(10 if server.has_backlog else PING_MS):
                     server.ping()
                 self._mailbox.disarm()
         finally:

@@ -6,6 +6,7 @@ standard input ends, the parent is gone, and so is this process: at once, whatev
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ def poll(sockets: list[Any], timeout_s: float | None) -> None:
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)
-    poller.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s))
+    poller.poll(None if timeout_s is None else max(0, math.ceil(1000 * timeout_s)))
 
 
 class Beats:
@@ -168,8 +169,8 @@ def run_tokenizer(config: EngineConfig, directory: Path, ready: Callable[[], Non
         for request in requests:
             below.send(request)
         events, service.to_clients = service.to_clients, []
-        for client, event in events:
-            clients.send(client, event)
+        for client, answer in events:
+            clients.send(client, answer)
         clients.flush()
         below.flush()
         if time.monotonic() >= next_ping:

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -105,13 +106,15 @@ class Inlet(Generic[T]):
     def decode(self, frames: list[bytes]) -> T | None:
         """The message, or None if there is none in these frames."""
         if len(frames) != 1:
-            return self.drop("multipart", f"{len(frames)} frames")
+            self.drop("multipart", f"{len(frames)} frames")
+            return None
         if frames[0] == PING:
             return None
         try:
-            return self._decoder.decode(frames[0])  # type: ignore[no-any-return]
+            return self._decoder.decode(frames[0])
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as fault:
-            return self.drop("malformed", str(fault))
+            self.drop("malformed", str(fault))
+            return None
 
     def drop(self, kind: str, why: str) -> None:
         self.dropped[kind] += 1
@@ -190,7 +193,7 @@ class Mailbox(Generic[T]):
     def wait(self, timeout_s: float | None) -> None:
         """Return when something is waiting, or after the timeout (None: never)."""
         if not self.arm():
-            self._poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+            self._poller.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000)))
         self.disarm()
 
 

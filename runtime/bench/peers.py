@@ -108,7 +108,8 @@ class PipeTarget:
             else:
                 self._waiting[event["id"]].add(event["token_ids"])
         lost = RuntimeError(f"{self.name} ended with exit code {self._process.wait()}")
-        for future in [self._ready, *(a.future for a in self._waiting.values())]:
+        waiting: list[Future[Any]] = [self._ready, *(a.future for a in self._waiting.values())]
+        for future in waiting:
             if not future.done():
                 future.set_exception(lost)
 

@@ -42,7 +42,13 @@ def mistakes(figures: dict[str, Figure], repeats: int) -> list[str]:
 
 
 def run(
-    name: str, *, model: str = "default", base_url: str | None = None, repeats: int = 3, small: bool = False, options: dict[str, Any] | None = None
+    name: str,
+    *,
+    model: str = "default",
+    base_url: str | None = None,
+    repeats: int = 3,
+    small: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One workload's figures as JSON-ready data. `small` shrinks it to a smoke test."""
     if name in MODEL_FREE:
@@ -83,8 +89,8 @@ def show(name: str, result: dict[str, Any]) -> str:
     if name == "peers":
         rows = [(w, r["headline"], _median(r["ours"]), _median(r["peer"]), _median(r["ratio"])) for w, r in result.items()]
         return table(rows, ("workload", "figure", "ours", "peer", "ratio"))
-    rows = [(k, _median(v)) for k, v in result.items() if isinstance(v, dict)]
-    return f"{name}: {result['about']}\n" + table(rows, ("figure", "median (min-max)"))
+    figures = [(k, _median(v)) for k, v in result.items() if isinstance(v, dict)]
+    return f"{name}: {result['about']}\n" + table(figures, ("figure", "median (min-max)"))
 
 
 def _median(figure: dict[str, Any]) -> str:
