@@ -356,7 +356,7 @@ class _Step:
             step_id=self.plan.step_id, slots=ints(slots), counts=ints(counts), token_ids=ints(ids), grammar_done=ints(done),
             logprobs=tuple(logprobs), prompt_logprobs=self._prompt_logprobs(),
             errors=tuple(RowError(slot, Error("internal_error", "told to fail")) for slot in sorted(doomed)),
-            **self._scores(),
+            **self._scores(),  # type: ignore[arg-type]  # two fields of tuples
         )  # fmt: skip
 
     def _refuses(self, state: _Slot) -> bool:
