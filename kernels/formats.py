@@ -138,7 +138,7 @@ def _q4_k(blocks: Bytes) -> Floats:
 def _q5_k(blocks: Bytes) -> Floats:
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     fifth = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1).astype(np.uint8)
-    return _k_blocks(blocks, low | fifth << 4)
+    return _k_blocks(blocks, (low | fifth << 4).astype(np.uint8))
 
 
 def _q6_k(blocks: Bytes) -> Floats:

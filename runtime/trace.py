@@ -50,7 +50,9 @@ class StepRecorder:
     ) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0)
+            self._file = open(  # noqa: SIM115  # kept open for the life of the engine
+                os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0
+            )
             say(f"recording the scheduler's inbox to {self._path}")
             head = {"scheduler": self._config.scheduler, "cache": self._config.cache, "ready": scheduler.state.ready}
             self._file.write(msgspec.json.encode(head) + b"\n")

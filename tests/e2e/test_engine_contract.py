@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from support.backend_contract import WAIT, BackendContract
 from support.tiny_models import make_tiny_llama
+from unit.lang.programs import CASES, Case
 
 from anabranch.lang import api
 from anabranch.runtime.engine import Engine
-from unit.lang.programs import CASES, Case
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def settled(engine: Engine) -> dict[str, Any]:
     deadline = time.monotonic() + 10
     while True:
         stats: dict[str, Any] = engine.stats(check=True).result(WAIT)
-        if not stats["branches"] and not stats["requests"] or time.monotonic() > deadline:
+        if not (stats["branches"] or stats["requests"]) or time.monotonic() > deadline:
             return stats
         time.sleep(0.05)
 
