@@ -102,8 +102,12 @@ class Backend(Protocol):
     def sample(self, logits: Logits, batch: SamplingBatch) -> Sampled:
         """Choose one token per row of logits."""
 
-    def logprobs_of(self, logits: Logits, rows: NDArray[np.int32], ids: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def logprobs_of(
+        self, logits: Logits, rows: NDArray[np.int32], ids: NDArray[np.int32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Raw log-softmax of logits[rows[j], ids[j]], and whether ids[j] is that row's argmax. Shapes [len(rows)]."""
 
-    def top_logprobs(self, logits: Logits, rows: NDArray[np.int32], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def top_logprobs(
+        self, logits: Logits, rows: NDArray[np.int32], k: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Ids and raw logprobs of the k most likely tokens of each row, descending, ties by id: [len(rows), k] each."""
