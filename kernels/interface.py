@@ -97,7 +97,10 @@ class Backend(Protocol):
         """Allocate. Raises MemoryError with the sizes if it cannot."""
 
     def compile(self, forward: Forward, kv: Any) -> Callable[[StepBatch], Logits]:
-        """Bind a model's forward to this backend and one of its own KV pools. The result runs one batch; it validates the batch's shapes cheaply (LayoutError)."""
+        """Bind a model's forward to this backend and one of its own KV pools.
+
+        The result runs one batch; it validates the batch's shapes cheaply (LayoutError).
+        """
 
     def sample(self, logits: Logits, batch: SamplingBatch) -> Sampled:
         """Choose one token per row of logits."""

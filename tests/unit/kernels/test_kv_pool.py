@@ -66,7 +66,8 @@ def test_copying_needs_as_many_sources_as_destinations() -> None:
     "spec",
     [
         KVSpec(0, 16, 1, 1, 64), KVSpec(4, 0, 1, 1, 64), KVSpec(4, 16, 0, 1, 64), KVSpec(4, 16, 1, 0, 64), KVSpec(4, 16, 1, 1, 0),
-        KVSpec(-1, 16, 1, 1, 64), KVSpec(2**31 - 1, 2**16, 2**16, 2**16, 2**14), KVSpec(4, 16, 1, 1, 64, "f64"), KVSpec(4, 16, 1, 1, 528, "int8"),
+        KVSpec(-1, 16, 1, 1, 64), KVSpec(2**31 - 1, 2**16, 2**16, 2**16, 2**14), KVSpec(4, 16, 1, 1, 64, "f64"),
+        KVSpec(4, 16, 1, 1, 528, "int8"),
     ],
 )  # fmt: skip
 def test_an_impossible_pool_is_refused(spec: KVSpec) -> None:
