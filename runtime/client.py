@@ -2,19 +2,25 @@
 
 The same code serves the engine in this process and one in another: only what carries the messages differs. It has the shape
 that `lang/backend.py` asks for, and imports nothing of it; segments and sampling records are read by their fields.
+
+Garbage collection may close a branch or cancel a future at any moment, in any thread, in the middle of any line here. So
+nothing takes a lock: the tables are changed by single operations of dicts, which Python makes whole.
 """
 
-import threading
+import logging
+import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, Protocol
 
 import msgspec
 
-from anabranch.runtime.errors import EngineLost, from_wire
+from anabranch.runtime.config import LimitsConfig
+from anabranch.runtime.errors import EngineLost, InvalidRequest, from_wire
 from anabranch.runtime.messages import (
     Append,
     BranchOptions,
@@ -38,7 +44,6 @@ from anabranch.runtime.messages import (
     Join,
     Lease,
     Mark,
-    Message,
     Open,
     Prefill,
     Prefilled,
@@ -50,15 +55,28 @@ from anabranch.runtime.messages import (
     Segment,
     StatsAre,
     Text,
+    ToClient,
     Tokenize,
     TokenLogprobs,
     Tokens,
     TokensAre,
+    ToTokenizer,
     Welcome,
     as_ints,
 )
 from anabranch.runtime.messages import EngineLost as EngineLostMessage
+from anabranch.runtime.tokenizer.validation import (
+    MAX_CHILDREN,
+    MAX_LEASE_S,
+    check_ids,
+    check_options,
+    check_seconds,
+    check_text,
+    check_types,
+    milliseconds,
+)
 
+log = logging.getLogger("anabranch.client")
 Method = Literal["token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized", "sum"]
 
 
@@ -104,7 +122,7 @@ class Explanation:
 class Carrier(Protocol):
     """What takes messages to the engine. `send` never blocks and may be called from any thread, `__del__` included."""
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: ToTokenizer) -> None: ...
 
     def close(self) -> None: ...
 
@@ -117,14 +135,18 @@ class _Waiting:
 
 
 class Client:
-    """One connection. `on_event` is called by the carrier's thread with what the engine says."""
+    """One connection. `on_event` is called with what the engine says, by a thread of the carrier that may wait for users' code.
 
-    def __init__(self) -> None:
+    What can be seen to be wrong without the model (types, ranges) is raised where it was written, before anything is sent.
+    """
+
+    def __init__(self, limits: LimitsConfig | None = None) -> None:
+        self.limits = limits or LimitsConfig()
         self._carrier: Carrier | None = None
-        self._lock = threading.Lock()
         self._ops: dict[int, _Waiting] = {}
         self._labels = count(1)
         self._lost: Error | None = None
+        self._pid = os.getpid()
         self.welcome: Future[Welcome] = Future()
 
     def connect(self, carrier: Carrier) -> None:
@@ -132,51 +154,51 @@ class Client:
 
     # ------------------------------------------------------------ messages
 
-    def send(self, message: Message) -> None:
-        if self._lost is None and self._carrier is not None:
-            self._carrier.send(message)
+    def send(self, message: ToTokenizer) -> None:
+        carrier = self._carrier
+        if self._lost is None and carrier is not None and self._pid == os.getpid():
+            carrier.send(message)
 
     def next_label(self) -> int:
         return next(self._labels)
 
     def ask(
         self,
-        make: Callable[[int], Message],
+        make: Callable[[int], ToTokenizer],
         convert: Callable[[Any], Any],
         on_text: Callable[[str], None] | None = None,
     ) -> "Future[Any]":
         """Send `make(op)`; the future gets `convert(answer)`. Cancelling the future cancels the operation."""
+        self.check_usable()
         op, future = next(self._labels), Future()  # type: ignore[var-annotated]
-        with self._lock:
-            lost = self._lost
-            if lost is None:
-                self._ops[op] = _Waiting(future, convert, on_text)
-        if lost is not None:
-            future.set_exception(from_wire(lost))
-            return future
+        self._ops[op] = _Waiting(future, convert, on_text)
         future.add_done_callback(lambda done: self._on_done(op, done))
         self.send(make(op))
+        if self._lost is not None:  # perhaps it was lost before it could see this operation in the table
+            self._complete(op, error=self._lost)
         return future
 
-    def _on_done(self, op: int, future: "Future[Any]") -> None:
-        if future.cancelled():
-            with self._lock:
-                self._ops.pop(op, None)
-            self.send(Cancel(ops=(op,)))
+    def check_usable(self) -> None:
+        """Raises EngineLost in a process forked from the one that made the engine: threads and sockets do not come along."""
+        if self._pid != os.getpid():
+            raise EngineLost("this engine belongs to the process that made it: make one in this process, or use Engine.connect")
 
-    def on_event(self, message: Message) -> None:
+    def _on_done(self, op: int, future: "Future[Any]") -> None:
+        if future.cancelled() and self._ops.pop(op, None) is not None:
+            self.send(Cancel(ops=(op,)))
+            future.set_running_or_notify_cancel()
+
+    def on_event(self, message: ToClient) -> None:
         """Take one event of the engine. Events for operations that nobody waits for any more are dropped."""
         match message:
             case Delta():
-                waiting = self._ops.get(message.op)
-                if waiting is not None and waiting.on_text is not None and message.text:
-                    waiting.on_text(message.text)
+                self._pass_on(message)
             case Failed(op=None) | Done(op=0):
                 pass  # a branch failed: its operations are told one by one
             case Failed():
                 self._complete(message.op or 0, error=message.error)
             case Welcome():
-                if not self.welcome.done():
+                with suppress(InvalidStateError):
                     self.welcome.set_result(message)
             case EngineLostMessage():
                 self.lose(message.error)
@@ -185,28 +207,39 @@ class Client:
             case _:
                 raise AssertionError(f"{type(message).__name__} is not an engine's event")
 
+    def _pass_on(self, delta: Delta) -> None:
+        """Give text to the user's function. What it raises fails the operation, and nothing else."""
+        waiting = self._ops.get(delta.op)
+        if waiting is None or waiting.on_text is None or not delta.text or waiting.future.cancelled():
+            return
+        try:
+            waiting.on_text(delta.text)
+        except Exception as fault:
+            if self._ops.pop(delta.op, None) is not None and waiting.future.set_running_or_notify_cancel():
+                waiting.future.set_exception(fault)
+            self.send(Cancel(ops=(delta.op,)))
+
     def _complete(self, op: int, answer: Any = None, error: Error | None = None) -> None:
-        with self._lock:
-            waiting = self._ops.pop(op, None)
+        waiting = self._ops.pop(op, None)
         if waiting is None or not waiting.future.set_running_or_notify_cancel():
             return
         if error is not None:
             waiting.future.set_exception(from_wire(error))
             return
         try:
-            waiting.future.set_result(waiting.convert(answer))
+            result = waiting.convert(answer)
         except Exception as fault:
             waiting.future.set_exception(fault)
+        else:
+            waiting.future.set_result(result)
 
     def lose(self, error: Error) -> None:
-        """The engine is gone: every open operation fails now, every later one at once."""
-        with self._lock:
-            self._lost = self._lost or error
-            ops = list(self._ops)
-        for op in ops:
-            self._complete(op, error=error)
-        if not self.welcome.done():
-            self.welcome.set_exception(from_wire(error))
+        """The engine is gone: every open operation fails now, every later one at once. The first cause stays."""
+        self._lost = self._lost or error
+        for op in list(self._ops):
+            self._complete(op, error=self._lost)
+        with suppress(InvalidStateError):
+            self.welcome.set_exception(from_wire(self._lost))
 
     @property
     def is_lost(self) -> bool:
@@ -215,18 +248,24 @@ class Client:
     def close(self) -> None:
         """End the connection; idempotent. Open operations fail."""
         carrier, self._carrier = self._carrier, None
-        if carrier is not None:
+        if carrier is not None and self._pid == os.getpid():
             carrier.close()
         self.lose(Error(type="cancelled", message="the engine was closed", code="engine_closed"))
 
     # ------------------------------------------------------------ the Backend protocol
 
-    def open(self, *, seed: int | None = None, salt: str = "", program: int = 0, priority: int = 0) -> "BranchHandle":
+    def open(
+        self, *, seed: int | None = None, salt: str = "", program: int = 0, priority: int = 0, owner: object = None
+    ) -> "BranchHandle":
+        """`owner` lives as long as the branch or a descendant does."""
+        self.check_usable()
         if self._lost is not None:
             raise from_wire(self._lost)
+        options = BranchOptions(salt, seed, priority, program)
+        check_options(options)
         label = next(self._labels)
-        self.send(Open(label, BranchOptions(salt, seed, priority, program)))
-        return BranchHandle(self, label)
+        self.send(Open(label, options))
+        return BranchHandle(self, label, owner)
 
     def new_program(self) -> int:
         return next(self._labels)
@@ -241,7 +280,7 @@ class Client:
         return self.ask(FlushCache, lambda _: None)
 
     def tokenize(self, segments: Sequence[Any]) -> "Future[list[int]]":
-        wire = to_segments(segments)
+        wire = to_segments(segments, self.limits)
         return self.ask(lambda op: Tokenize(op, wire), lambda reply: as_ints(reply.token_ids).tolist())
 
     def info(self) -> dict[str, Any]:
@@ -251,14 +290,16 @@ class Client:
 class BranchHandle:
     """A branch of the engine. Dropping the last reference releases it there."""
 
-    def __init__(self, client: Client, label: int) -> None:
+    __slots__ = ("__weakref__", "_client", "_owner", "_release", "label")
+
+    def __init__(self, client: Client, label: int, owner: object = None) -> None:
         self.label = label
-        self._client = client
+        self._client, self._owner = client, owner
         self._release = weakref.finalize(self, _close, client, label)
         self._release.atexit = False  # the engine is closed as a whole then
 
     def append(self, segments: Sequence[Any]) -> None:
-        self._client.send(Append(self.label, to_segments(segments)))
+        self._client.send(Append(self.label, to_segments(segments, self._client.limits)))
 
     def generate(self, sampling: Any = None, on_text: Callable[[str], None] | None = None) -> "Future[Generation]":
         params = to_params(sampling, stream=on_text is not None)
@@ -275,16 +316,18 @@ class BranchHandle:
         append: bool = True,
         timeout: float | None = None,
     ) -> "Future[Scores]":
-        wire = tuple(c if isinstance(c, str) else tuple(c) for c in choices)
-        timeout_ms = None if timeout is None else 1000 * timeout
+        if isinstance(choices, str | bytes):
+            raise InvalidRequest(f"choices must be a list, got {choices!r:.80}", param="choices")
+        wire = tuple(check_text(c, "choices") if isinstance(c, str) else check_ids(c, "choices") for c in choices)
+        timeout_ms = milliseconds(timeout)
         return self._client.ask(lambda op: Score(op, self.label, wire, method, append, timeout_ms), to_scores)
 
     def fork(self, n: int) -> "list[BranchHandle]":
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_CHILDREN:
+            raise InvalidRequest(f"n must be an integer in 1..{MAX_CHILDREN}, got {n!r:.80}", param="n")
         labels = tuple(self._client.next_label() for _ in range(n))
         self._client.send(Fork(self.label, labels))
-        return [BranchHandle(self._client, label) for label in labels]
+        return [BranchHandle(self._client, label, self._owner) for label in labels]
 
     def mark(self) -> int:
         mark = self._client.next_label()
@@ -302,7 +345,7 @@ class BranchHandle:
         self._client.send(Join(self.label, spans=tuple((branch.label, mark) for branch, mark in spans)))
 
     def lease(self, seconds: float) -> None:
-        self._client.send(Lease(self.label, float(seconds)))
+        self._client.send(Lease(self.label, check_seconds("seconds", seconds, MAX_LEASE_S)))
 
     def token_ids(self) -> "Future[list[int]]":
         return self._client.ask(lambda op: GetTokens(op, self.label), lambda reply: as_ints(reply.token_ids).tolist())
@@ -330,27 +373,37 @@ def _close(client: Client, label: int) -> None:
 # ---------------------------------------------------------------- conversions
 
 
-def to_segments(segments: Sequence[Any]) -> tuple[Segment, ...]:
-    """Wire segments from records of the same names and fields, whoever defined them."""
-    return tuple(_segment(s) for s in segments)
+def to_segments(segments: Sequence[Any], limits: LimitsConfig) -> tuple[Segment, ...]:
+    """Wire segments from records of the same names and fields, whoever defined them. Raises InvalidRequest."""
+    if isinstance(segments, str | bytes):
+        raise InvalidRequest(f"segments come as a list, got {segments!r:.80}", param="segments")
+    wire = tuple(_segment(s) for s in segments)
+    num_chars = sum(len(s.text) for s in wire if isinstance(s, Text | ControlText))
+    num_ids = sum(len(s.token_ids) for s in wire if isinstance(s, Tokens))
+    if num_chars + num_ids > limits.max_text_bytes:
+        raise InvalidRequest(
+            f"{num_chars} characters and {num_ids} ids are too much for one branch; the limit is {limits.max_text_bytes} bytes",
+            param="segments", code="context_length_exceeded",
+        )  # fmt: skip
+    return wire
 
 
 def _segment(segment: Any) -> Segment:
-    if isinstance(segment, Text | Tokens | RoleBegin | RoleEnd | ControlText):
-        return segment
     match type(segment).__name__:
         case "Text":
-            return Text(segment.text)
+            return Text(check_text(segment.text, "text"))
+        case "ControlText":
+            return ControlText(check_text(segment.text, "text"), bool(segment.add_bos))
         case "Tokens":
-            return Tokens(tuple(segment.token_ids))
+            return Tokens(check_ids(segment.token_ids, "token_ids"))
         case "RoleBegin":
-            return RoleBegin(segment.role)
+            return RoleBegin(check_text(segment.role, "role"))
         case "RoleEnd":
             return RoleEnd()
         case "str":
-            return Text(segment)
+            return Text(check_text(segment, "text"))
         case name:
-            raise TypeError(f"a segment must be Text, Tokens, RoleBegin or RoleEnd, got {name}")
+            raise InvalidRequest(f"a segment must be Text, Tokens, RoleBegin or RoleEnd, got {name}", param="segments")
 
 
 def to_params(sampling: Any, *, stream: bool) -> GenerateParams:
@@ -358,7 +411,14 @@ def to_params(sampling: Any, *, stream: bool) -> GenerateParams:
     if sampling is None:
         return GenerateParams(stream=stream)
     if isinstance(sampling, GenerateParams):
-        return msgspec.structs.replace(sampling, stream=stream)
+        params = msgspec.structs.replace(sampling, stream=stream)
+    else:
+        params = GenerateParams(**_fields(sampling), stream=stream)
+    check_types(params)
+    return params
+
+
+def _fields(sampling: Any) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name in GenerateParams.__struct_fields__:
         value = getattr(sampling, name, None)
@@ -367,8 +427,8 @@ def to_params(sampling: Any, *, stream: bool) -> GenerateParams:
     if (constraint := getattr(sampling, "constraint", None)) is not None:
         said["grammar"] = Grammar(constraint.kind, constraint.source)
     if (timeout := getattr(sampling, "timeout", None)) is not None:
-        said["timeout_ms"] = 1000.0 * timeout
-    return GenerateParams(**said, stream=stream)
+        said["timeout_ms"] = milliseconds(timeout)
+    return said
 
 
 def to_generation(reply: Generated) -> Generation:

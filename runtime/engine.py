@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from anabranch.runtime import config as settings
-from anabranch.runtime.client import BranchHandle, Client, Explanation, Generation, Method, Scores, to_params
+from anabranch.runtime.client import BranchHandle, Carrier, Client, Explanation, Generation, Method, Scores, to_params
 from anabranch.runtime.config import (
     CacheConfig,
     DebugConfig,
@@ -21,7 +21,7 @@ from anabranch.runtime.config import (
     WorkerConfig,
 )
 from anabranch.runtime.errors import ConfigError
-from anabranch.runtime.inprocess import Arrived, Connected, Disconnected, EngineThread
+from anabranch.runtime.inprocess import EmbeddedCarrier, EngineThread
 from anabranch.runtime.messages import (
     ControlText,
     Error,
@@ -141,18 +141,25 @@ class Engine:
             thread.start()
             door = Door(thread, config.limits) if config.listen else None
             self.address = door.address if door is not None else ""
-            self._adopt(client, _EmbeddedCarrier(thread, client), lambda timeout_s: _end(thread, door, timeout_s))
+            carrier: Carrier = EmbeddedCarrier(thread, client)
+            self._adopt(client, carrier, lambda timeout_s: _end(thread, door, timeout_s))
         else:
             supervisor = Supervisor(config)
             self.address = supervisor.start()
-            self._adopt(client, RemoteCarrier(self.address, client, lost=lambda: _why(supervisor)), supervisor.stop)
+            carrier = RemoteCarrier(self.address, client, lost=lambda: _why(supervisor))
+            self._adopt(client, carrier, supervisor.stop)
 
-    def _adopt(self, client: Client, carrier: Any, owned: Any) -> None:
-        self._client, self._owned = client, owned
+    def _adopt(self, client: Client, carrier: Carrier, stop: Callable[[float], Any] | None) -> None:
+        """Say hello. `stop` ends what this engine started, within so many seconds."""
+        self._client = client
         client.connect(carrier)
-        self._finalizer = weakref.finalize(self, _shut, client, owned)
+        self._finalizer = weakref.finalize(self, _shut, client, stop)
         client.send(Hello())
-        client.welcome.result(START_TIMEOUT_S)
+        try:
+            client.welcome.result(START_TIMEOUT_S)
+        except BaseException:  # an interrupt, too: nothing may stay behind
+            self.close()
+            raise
 
     # ------------------------------------------------------------ life
 
@@ -179,7 +186,7 @@ class Engine:
     # ------------------------------------------------------------ the Backend protocol of the language
 
     def open(self, *, seed: int | None = None, salt: str = "", program: int = 0, priority: int = 0) -> BranchHandle:
-        return self._client.open(seed=seed, salt=salt, program=program, priority=priority)
+        return self._client.open(seed=seed, salt=salt, program=program, priority=priority, owner=self)
 
     def new_program(self) -> int:
         return self._client.new_program()
@@ -384,20 +391,6 @@ def _wait(future: Future[Any]) -> Any:
     except KeyboardInterrupt:
         future.cancel()
         raise
-
-
-class _EmbeddedCarrier:
-    """Messages to the engine in this process."""
-
-    def __init__(self, thread: EngineThread, client: Client) -> None:
-        self._thread, self._number = thread, thread.new_client()
-        thread.put(Connected(self._number, client.on_event))
-
-    def send(self, message: Any) -> None:
-        self._thread.put(Arrived(self._number, message))
-
-    def close(self) -> None:
-        self._thread.put(Disconnected(self._number))
 
 
 def _end(thread: EngineThread, door: Door | None, timeout_s: float) -> None:

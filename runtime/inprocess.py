@@ -11,16 +11,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anabranch.runtime.config import EngineConfig
-from anabranch.runtime.errors import EngineLost, EngineStartError
+from anabranch.runtime.errors import EngineStartError
 from anabranch.runtime.messages import Error, StepResult, ToClient, ToScheduler, ToTokenizer
 from anabranch.runtime.transport import Mailbox
 
 if TYPE_CHECKING:
+    from anabranch.runtime.client import Client
     from anabranch.runtime.faults import AnyWorker
     from anabranch.runtime.scheduler.scheduler import Scheduler
     from anabranch.runtime.tokenizer.service import TokenizerService
@@ -92,10 +93,16 @@ class EngineThread:
         """Start, and wait until the engine is ready. Raises EngineStartError with the cause."""
         self.thread.start()
         try:
-            self.started.result(self.config.start_timeout_s)
-        except TimeoutError:
+            wait([self.started], self.config.start_timeout_s)
+        except BaseException:  # an interrupt: the thread ends as soon as it has loaded
             self.stop(0.0)
-            raise EngineStartError(f"the engine was not ready after {self.config.start_timeout_s:g} s") from None
+            raise
+        if not self.started.done():
+            self.stop(0.0)
+            raise EngineStartError(f"the engine was not ready after {self.config.start_timeout_s:g} s")
+        fault = self.started.exception()
+        if fault is not None:
+            raise EngineStartError(f"the engine did not start: {fault}") from fault
 
     def put(self, item: Item) -> None:
         self.mailbox.put(item)
@@ -265,5 +272,30 @@ class _Loop:
                 deliver(message)
 
 
-def lost_error(thread: EngineThread) -> EngineLost:
-    return EngineLost(thread.error.message if thread.error is not None else "the engine is gone")
+class EmbeddedCarrier:
+    """Carries one client's messages to the engine's thread and back. Events come on a thread of their own, because users' code
+    hangs on them: what is slow there, or waits for the engine, must not hold up the engine."""
+
+    def __init__(self, thread: EngineThread, client: Client) -> None:
+        self._engine, self._number, self._client = thread, thread.new_client(), client
+        self._events: Mailbox[ToClient | None] = Mailbox()
+        thread.put(Connected(self._number, self._events.put))
+        self._thread = threading.Thread(target=self._run, name="anabranch-client", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToTokenizer) -> None:
+        self._engine.put(Arrived(self._number, message))
+
+    def close(self) -> None:
+        self._engine.put(Disconnected(self._number))
+        self._events.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while True:
+            self._events.wait(None)
+            for event in self._events.take():
+                if event is None:
+                    return
+                self._client.on_event(event)

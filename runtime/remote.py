@@ -1,6 +1,8 @@
 """Clients of an engine in another process, and the door through which an engine lets them in."""
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +16,8 @@ from anabranch.runtime.inprocess import Arrived, Connected, Disconnected, Engine
 from anabranch.runtime.messages import Error, Hello, ToClient, ToTokenizer
 from anabranch.runtime.transport import ClientLink, ClientServer, Mailbox, endpoint, private_directory, remove_directory
 
-PING_MS = 1000
+PING_S = 1.0
+log = logging.getLogger("anabranch.client")
 LOST = Error(
     type="internal_error",
     message="the engine is gone: its process ended, or it was closed. Start a new one, and run the program again",
@@ -44,6 +47,13 @@ class RemoteCarrier:
             self._thread.join(2.0)
 
     def _run(self) -> None:
+        try:
+            self._carry()
+        except Exception as fault:
+            log.exception("the connection to the engine failed")
+            self._client.lose(Error("internal_error", f"the connection to the engine failed: {fault}", code="engine_lost"))
+
+    def _carry(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link: ClientLink[ToClient] = ClientLink(context, self._address, ToClient, LimitsConfig())
         poller = zmq.Poller()
@@ -95,6 +105,7 @@ class Door:
         poller = zmq.Poller()
         poller.register(server.socket, zmq.POLLIN)
         poller.register(self._mailbox.waker.fileno(), zmq.POLLIN)
+        next_ping = time.monotonic() + PING_S
         try:
             while True:
                 for item in self._mailbox.take():
@@ -114,8 +125,12 @@ class Door:
                         del outside[gone]
                         self._engine.put(Disconnected(gone))
                 server.gone.clear()
-                if not self._mailbox.arm() and not poller.poll(10 if server.has_backlog else PING_MS):
+                if time.monotonic() >= next_ping:
                     server.ping()
+                    next_ping = time.monotonic() + PING_S
+                if not self._mailbox.arm() and not server.gone:
+                    until_ping = max(0, int(1000 * (next_ping - time.monotonic())) + 1)
+                    poller.poll(10 if server.has_backlog else until_ping)
                 self._mailbox.disarm()
         finally:
             server.close()

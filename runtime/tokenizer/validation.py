@@ -135,6 +135,17 @@ def check_number(name: str, value: Any, bounds: Bounds) -> None:
         raise refuse(name, value, rule)
 
 
+def check_seconds(name: str, seconds: object, limit: float = MAX_TIMEOUT_MS / 1000) -> float:
+    """The number of seconds. Raises InvalidRequest. 0 is allowed: it ends a lease, and times out at once."""
+    check_number(name, seconds, Bounds(float, 0.0, limit))
+    return float(seconds)  # type: ignore[arg-type]  # checked
+
+
+def milliseconds(timeout: object) -> float | None:
+    """A timeout in seconds, as messages carry it: 0 stands for the shortest."""
+    return None if timeout is None else max(1000.0 * check_seconds("timeout", timeout), 1e-3)
+
+
 def _check_list(name: str, values: object, limit: int) -> None:
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise refuse(name, values, "a list")
