@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anabranch.runtime.bench import radix, step
+from anabranch.runtime.bench import fork, radix, step
 from anabranch.runtime.bench.figures import Figure, collect, table
 from anabranch.runtime.bench.peers import PipeTarget, compare, set_up_openvino
 from anabranch.runtime.bench.targets import EmbeddedTarget, Target, UrlTarget
@@ -17,11 +17,13 @@ from anabranch.runtime.tokenizer.model_text import open_model_text
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
 MODEL_FREE = {"radix": radix, "step": step}  # no model, no target: `run(small=) -> figures`, `table(figures)`
-NAMES = (*WORKLOADS, *MODEL_FREE, "peers")
+NAMES = (*WORKLOADS, "fork", *MODEL_FREE, "peers")
 WARM_UP_SEED = 99
 
 
-def measure(target: Target, workload: Workload, vocabulary: Vocabulary, *, repeats: int, scale: float) -> dict[str, Figure]:
+def measure(
+    target: Target, workload: Workload, vocabulary: Vocabulary, *, repeats: int, scale: float
+) -> dict[str, Figure]:
     """Figures of `repeats` runs after one that does not count. Each run has texts of its own."""
     workload.run(target, Texts(vocabulary, WARM_UP_SEED), scale)
     return collect([workload.run(target, Texts(vocabulary, 100 + i), scale) for i in range(repeats)], UNITS)
@@ -58,6 +60,9 @@ def run(
     scale = 0.125 if small else 1.0
     if name == "peers":
         return run_peers(path, vocabulary, repeats=repeats, scale=scale, options=options or {})
+    if name == "fork":
+        with Engine(str(path), **(options or {})) as engine:
+            return dict(fork.run(engine, vocabulary, small=small))
     workload = WORKLOADS[name]
     if base_url is not None:
         figures = measure(UrlTarget(base_url), workload, vocabulary, repeats=repeats, scale=scale)
@@ -66,10 +71,17 @@ def run(
             figures = measure(EmbeddedTarget(engine), workload, vocabulary, repeats=repeats, scale=scale)
     for warning in mistakes(figures, repeats):
         print(f"warning: {warning}", file=sys.stderr)
-    return {"workload": name, "about": workload.about, "headline": workload.headline, **{k: f.as_dict() for k, f in figures.items()}}
+    return {
+        "workload": name,
+        "about": workload.about,
+        "headline": workload.headline,
+        **{k: f.as_dict() for k, f in figures.items()},
+    }
 
 
-def run_peers(path: Path, vocabulary: Vocabulary, *, repeats: int, scale: float, options: dict[str, Any]) -> dict[str, Any]:
+def run_peers(
+    path: Path, vocabulary: Vocabulary, *, repeats: int, scale: float, options: dict[str, Any]
+) -> dict[str, Any]:
     """Ours and OpenVINO GenAI in turn. The engine idles while the peer runs, and the other way round."""
     python, model_dir = set_up_openvino(cache_dir() / "peers", path)
     script = Path(__file__).with_name("peer_openvino.py")
@@ -86,8 +98,12 @@ def show(name: str, result: dict[str, Any]) -> str:
     """The result as a table for people."""
     if name in MODEL_FREE:
         return MODEL_FREE[name].table(result)
+    if name == "fork":
+        return fork.table(result)
     if name == "peers":
-        rows = [(w, r["headline"], _median(r["ours"]), _median(r["peer"]), _median(r["ratio"])) for w, r in result.items()]
+        rows = [
+            (w, r["headline"], _median(r["ours"]), _median(r["peer"]), _median(r["ratio"])) for w, r in result.items()
+        ]
         return table(rows, ("workload", "figure", "ours", "peer", "ratio"))
     figures = [(k, _median(v)) for k, v in result.items() if isinstance(v, dict)]
     return f"{name}: {result['about']}\n" + table(figures, ("figure", "median (min-max)"))
