@@ -205,9 +205,11 @@ class _Loop:
         self._stopping = False
 
     def run(self) -> None:
-        while not self._stopping:
+        while True:
             now = time.monotonic()
             self._take_mail()
+            if self._stopping:
+                return
             deadline = self._service.poll(now)
             inbox = self._to_scheduler(now)
             has_work = inbox or self._results or not self._scheduler.is_idle
