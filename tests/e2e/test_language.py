@@ -20,9 +20,14 @@ def engine() -> Iterator[Any]:
         yield engine
 
 
-def open_branches(engine: Any) -> int:
+def open_branches(engine: Any, expected: int = 0) -> int:
+    """Branches in the engine. A client that has left is noticed a little later: asks again until it is as expected."""
     gc.collect()
-    return int(engine.stats().result(60)["branches"])
+    for _ in range(1000):
+        count = int(engine.stats().result(60)["branches"])
+        if count == expected:
+            break
+    return count
 
 
 class TestTheEmbeddedEngineKeepsTheContract(BackendContract):
@@ -33,7 +38,7 @@ class TestTheEmbeddedEngineKeepsTheContract(BackendContract):
         return engine
 
     def count(self, backend: Any) -> int:
-        return open_branches(backend)
+        return int(backend.stats().result(60)["branches"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.spelling}:{c.name}")

@@ -26,9 +26,10 @@ def use(backend: ScriptedBackend) -> Iterator[ScriptedBackend]:
 
 @pytest.fixture(autouse=True)
 def no_program_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
     gc.collect()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("anabranch-") and thread.name != "anabranch-branches":
             thread.join(5)
             assert not thread.is_alive(), f"thread left behind: {thread.name}"
