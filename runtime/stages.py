@@ -8,11 +8,12 @@ import ctypes
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,57 @@ from anabranch.runtime.messages import (
 )
 from anabranch.runtime.transport import ClientServer, Mailbox, StageLink, endpoint
 
+log = logging.getLogger("anabranch.stages")
 STAGES = ("worker", "scheduler", "tokenizer")
 READY = "ready"
 HEARTBEAT_S = 1.0
 PR_SET_PDEATHSIG = 1
 
 
-def poll(sockets: list[Any], timeout_s: float | None) -> None:
+def poller_of(*readable: Any) -> zmq.Poller:
     poller = zmq.Poller()
-    for socket in sockets:
-        poller.register(socket, zmq.POLLIN)
+    for source in readable:
+        poller.register(source, zmq.POLLIN)
+    return poller
+
+
+def wait(poller: zmq.Poller, timeout_s: float | None) -> None:
     poller.poll(None if timeout_s is None else max(0, math.ceil(1000 * timeout_s)))
 
 
-class Beats:
-    """When the next sign of life is due, on the loop's own clock: a loop that hangs falls silent."""
+class Life:
+    """What the parent hears of this process: that it is ready, and once a second that it lives and what its loop does.
+
+    The signs come from a thread of their own, so that a long step is told from a process that has been stopped; `turned` and
+    `busy_since` come from the loop, so that a long step is told from a loop that hangs.
+    """
+
+    def __init__(self) -> None:
+        self.turned = time.monotonic()  # when the loop last came round
+        self.busy_since: float | None = None  # when the step under way began
+        self._lock = threading.Lock()
+
+    def ready(self) -> None:
+        self._say(READY)
+        threading.Thread(target=self._beat, name="anabranch-beats", daemon=True).start()
+
+    def turn(self) -> None:
+        self.turned = time.monotonic()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            since = self.busy_since
+            self._say(f"{now - (since if since is not None else self.turned):.1f}")
+
+    def _say(self, line: str) -> None:
+        with self._lock, suppress(OSError):
+            os.write(1, line.encode() + b"\n")
+
+
+class Heartbeats:
+    """When the next message of that name is due, for those who serve the health of the engine."""
 
     def __init__(self) -> None:
         self.next_at = time.monotonic()
@@ -61,7 +98,7 @@ class Beats:
         return Heartbeat(step_id, now, busy)
 
 
-def run_worker(config: EngineConfig, directory: Path, ready: Callable[[], None]) -> None:
+def run_worker(config: EngineConfig, directory: Path, life: Life) -> None:
     from anabranch.runtime.models_cache import resolve_model
     from anabranch.runtime.parts import build_worker, open_text
 
@@ -70,24 +107,28 @@ def run_worker(config: EngineConfig, directory: Path, ready: Callable[[], None])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link: StageLink[ToWorker] = StageLink(context, endpoint(directory, "worker"), ToWorker, config.limits, bind=False)
     link.send(worker.ready())
-    ready()
-    beats, step_id = Beats(), 0
+    life.ready()
+    beats, step_id = Heartbeats(), 0
+    poller = poller_of(link.socket)
     while True:
+        life.turn()
         plans = link.receive()
         for plan in plans:
             if isinstance(plan, WorkerShutdown):
                 worker.close()
                 return
             step_id = plan.step_id
+            life.busy_since = time.monotonic()
             link.send(worker.execute(plan))
+            life.busy_since = None
         if (beat := beats.due(step_id, bool(plans))) is not None:
             link.send(beat)
         link.flush()
         if not plans:
-            poll([link.socket], HEARTBEAT_S)
+            wait(poller, 0.01 if link.has_backlog else HEARTBEAT_S)
 
 
-def run_scheduler(config: EngineConfig, directory: Path, ready: Callable[[], None]) -> None:
+def run_scheduler(config: EngineConfig, directory: Path, life: Life) -> None:
     from anabranch.runtime.parts import build_scheduler, scheduler_ready
     from anabranch.runtime.trace import StepRecorder
 
@@ -101,9 +142,11 @@ def run_scheduler(config: EngineConfig, directory: Path, ready: Callable[[], Non
     scheduler = build_scheduler(config, first)
     recorder = StepRecorder(config.debug, config) if config.debug.level else None
     above.send(scheduler_ready(first))
-    ready()
-    beats, step_id, wakeup = Beats(), 0, None
+    life.ready()
+    beats, step_id = Heartbeats(), 0
+    poller = poller_of(above.socket, below.socket)
     while True:
+        life.turn()
         inbox: list[Any] = [*above.receive(), *(m for m in below.receive() if isinstance(m, StepResult))]
         now = time.monotonic()
         decision = scheduler.step(now, inbox)
@@ -122,13 +165,12 @@ def run_scheduler(config: EngineConfig, directory: Path, ready: Callable[[], Non
             return
         above.flush()
         below.flush()
-        wakeup = decision.next_wakeup
         if decision.plan is None:
-            left = HEARTBEAT_S if wakeup is None else min(HEARTBEAT_S, wakeup - time.monotonic())
-            poll([above.socket, below.socket], left)
+            left = HEARTBEAT_S if decision.next_wakeup is None else min(HEARTBEAT_S, decision.next_wakeup - time.monotonic())
+            wait(poller, min(left, 0.01) if above.has_backlog or below.has_backlog else left)
 
 
-def run_tokenizer(config: EngineConfig, directory: Path, ready: Callable[[], None]) -> None:
+def run_tokenizer(config: EngineConfig, directory: Path, life: Life) -> None:
     from anabranch.runtime.models_cache import resolve_model
     from anabranch.runtime.parts import GrammarGate, Lanes, build_model_side, open_text
     from anabranch.runtime.tokenizer.service import TokenizerService
@@ -152,9 +194,11 @@ def run_tokenizer(config: EngineConfig, directory: Path, ready: Callable[[], Non
     clients: ClientServer[ToTokenizer] = ClientServer(
         context, endpoint(directory, "clients"), ToTokenizer, Hello, config.limits
     )
-    ready()
+    life.ready()
     next_ping = time.monotonic() + HEARTBEAT_S
+    poller = poller_of(clients.socket, below.socket, jobs.waker.fileno())
     while True:
+        life.turn()
         for client, message in clients.receive():
             service.handle(client, message)
         for client in clients.gone:
@@ -179,42 +223,56 @@ def run_tokenizer(config: EngineConfig, directory: Path, ready: Callable[[], Non
         left = min(next_ping, deadline if deadline is not None else next_ping) - time.monotonic()
         if clients.has_backlog or below.has_backlog:
             left = min(left, 0.01)
-        if not jobs.arm():
-            poll([clients.socket, below.socket, jobs.waker.fileno()], left)
+        if not jobs.arm() and not clients.gone:
+            wait(poller, left)
         jobs.disarm()
 
 
 def wait_for(link: StageLink[Any], kind: type) -> Any:
     """The first message of a kind; the parent ends us if it takes too long."""
+    poller = poller_of(link.socket)
     while True:
         for message in link.receive():
             if isinstance(message, kind):
                 return message
-        poll([link.socket], None)
+        wait(poller, None)
 
 
 # ---------------------------------------------------------------- life and death
 
 
-def die_with_the_parent() -> None:
-    """When the pipe from the parent closes, however the parent died, this process is gone."""
-    sys.stdin.buffer.read()
-    os._exit(1)
+def die_with_the_parent(directory: Path, last: bool) -> None:
+    """When the pipe from the parent closes, however the parent died, this process is gone; the last one clears the sockets away."""
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    if last:
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def take_config() -> EngineConfig:
+    """The first line of standard input, read byte by byte so that what follows is left for `die_with_the_parent`."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            os._exit(0)
+        line += byte
+    return from_json(bytes(line))
 
 
 def main(stage: str, directory: Path) -> None:
-    if sys.platform == "linux":  # the parent starts us from a thread that lives as long as the engine
+    is_last = stage == "tokenizer"  # it holds the clients' socket, and needs no more than a moment to end by itself
+    if sys.platform == "linux" and not is_last:  # the parent starts us from a thread that lives as long as the engine
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the program; it closes the engine if it wants to
-    config = from_json(sys.stdin.buffer.readline())
-    threading.Thread(target=die_with_the_parent, daemon=True).start()
-    logging.basicConfig(level=logging.WARNING, format=f"anabranch {stage}: %(message)s")
-
-    def ready() -> None:
-        sys.stdout.write(READY + "\n")
-        sys.stdout.flush()
-
-    {"worker": run_worker, "scheduler": run_scheduler, "tokenizer": run_tokenizer}[stage](config, directory, ready)
+    config = take_config()
+    threading.Thread(target=die_with_the_parent, args=(directory, is_last), name="anabranch-parent", daemon=True).start()
+    level = logging.INFO if config.debug.level else logging.WARNING
+    logging.basicConfig(level=level, format=f"anabranch {stage}: %(message)s")
+    log.info("started, pid %d", os.getpid())
+    {"worker": run_worker, "scheduler": run_scheduler, "tokenizer": run_tokenizer}[stage](config, directory, Life())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +22,21 @@ from anabranch.runtime.transport import endpoint, private_directory, remove_dire
 log = logging.getLogger("anabranch.supervisor")
 GRACE_S = 2.0  # between asking a child to end and ending it
 POLL_S = 0.1
+SILENT_S = 15.0  # without a sign of life from a process: it was stopped, or its memory is being swapped
+
+
+# Our own location goes first on the child's path: it must run this very code, however we were found, and nothing from the
+# directory that the program happens to run in.
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
+    "from anabranch.runtime.stages import main; main(sys.argv[2], Path(sys.argv[3]))"
+)
+
+
+def _root() -> Path:
+    import anabranch
+
+    return Path(str(anabranch.__file__)).parent.parent
 
 
 class Supervisor:
@@ -36,13 +52,18 @@ class Supervisor:
         self._started: Future[str] = Future()
         self._closing = threading.Event()
         self.error: Error | None = None
+        self.busy_s: dict[str, float] = {}  # how long each has been in the step under way, by its own last word
         self.died = threading.Event()
         self._thread = threading.Thread(target=self._main, name="anabranch-supervisor", daemon=True)
 
     def start(self) -> str:
         """The address of the engine. Raises EngineStartError with the last words of the child that failed."""
         self._thread.start()
-        return self._started.result()
+        try:
+            return self._started.result()
+        except BaseException:  # an interrupt, too
+            self.stop(GRACE_S + 1.0)
+            raise
 
     def stop(self, timeout_s: float) -> None:
         """End the processes, wait for them. Idempotent."""
@@ -56,8 +77,9 @@ class Supervisor:
     # ------------------------------------------------------------ the thread: it lives as long as the engine
 
     def _main(self) -> None:
-        directory = private_directory()
+        directory = None
         try:
+            directory = private_directory()
             for stage in STAGES:
                 self._spawn(stage, directory)
             self._await_ready()
@@ -65,16 +87,22 @@ class Supervisor:
             self._watch()
         except EngineStartError as fault:
             self._started.set_exception(fault)
+        except Exception as fault:
+            if self._started.done():
+                log.exception("the supervisor failed")
+            else:
+                self._started.set_exception(EngineStartError(f"the engine's processes could not be started: {fault}"))
         finally:
             self.died.set()
             self._end_children()
-            remove_directory(directory)
+            if directory is not None:
+                remove_directory(directory)
 
     def _spawn(self, stage: str, directory: Path) -> None:
         # A file, not a pipe: a child that complains a lot must not block on a reader.
         self._stderr[stage] = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended
         child = subprocess.Popen(
-            [sys.executable, "-m", "anabranch.runtime.stages", stage, str(directory)],
+            [sys.executable, "-P", "-c", _START, str(_root()), stage, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr[stage],
@@ -83,8 +111,9 @@ class Supervisor:
         )
         self._children[stage] = child
         assert child.stdin is not None, "stdin is a pipe"
-        child.stdin.write(self._config.to_json() + b"\n")
-        child.stdin.flush()
+        with suppress(BrokenPipeError):  # it is dead already: its last words will say why
+            child.stdin.write(self._config.to_json() + b"\n")
+            child.stdin.flush()
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
@@ -110,14 +139,37 @@ class Supervisor:
                     raise EngineStartError(f"not ready after {self._config.start_timeout_s:g} s: {late}")
 
     def _watch(self) -> None:
-        while not self._closing.wait(POLL_S):
-            if (dead := self._first_dead()) is not None:
-                code = self._children[dead].returncode
-                message = f"the {dead} process died (exit code {code}): {self._last_words(dead)}"
-                self.error = Error(type="internal_error", message=message, code="engine_lost")
-                log.error(message)
-                self.died.set()
-                return
+        heard = {stage: time.monotonic() for stage in self._children}
+        with selectors.DefaultSelector() as selector:
+            for stage, child in self._children.items():
+                assert child.stdout is not None, "stdout is a pipe"
+                os.set_blocking(child.stdout.fileno(), False)
+                selector.register(child.stdout, selectors.EVENT_READ, stage)
+            while not self._closing.is_set():
+                for key, _ in selector.select(POLL_S):
+                    words = os.read(key.fd, 65536)
+                    if not words:
+                        selector.unregister(key.fileobj)  # it is dead, or about to be
+                        continue
+                    heard[key.data] = time.monotonic()
+                    self.busy_s[key.data] = _last_number(words)
+                if (trouble := self._trouble(heard)) is not None:
+                    self.error = Error(type="internal_error", message=trouble, code="engine_lost")
+                    log.error(trouble)
+                    self.died.set()
+                    return
+
+    def _trouble(self, heard: dict[str, float]) -> str | None:
+        """Why the engine cannot go on, if it cannot. A long step is work; beyond `stall_timeout_s` it is a hang."""
+        if (dead := self._first_dead()) is not None:
+            return f"the {dead} process died (exit code {self._children[dead].returncode}): {self._last_words(dead)}"
+        now = time.monotonic()
+        for stage, at in heard.items():
+            if now - at > SILENT_S:
+                return f"the {stage} process has given no sign of life for {now - at:.0f} s"
+            if self.busy_s.get(stage, 0.0) > self._config.stall_timeout_s:
+                return f"the {stage} process has been in one step for {self.busy_s[stage]:.0f} s"
+        return None
 
     def _first_dead(self) -> str | None:
         return next((stage for stage, child in self._children.items() if child.poll() is not None), None)
@@ -132,7 +184,8 @@ class Supervisor:
     def _end_children(self) -> None:
         for child in self._children.values():
             if child.stdin is not None:
-                child.stdin.close()  # the end of its standard input ends it
+                with suppress(OSError):
+                    child.stdin.close()  # the end of its standard input ends it
         deadline = time.monotonic() + GRACE_S
         for child in self._children.values():
             try:
@@ -144,3 +197,11 @@ class Supervisor:
                 child.stdout.close()
         for file in self._stderr.values():
             file.close()
+
+
+def _last_number(words: bytes) -> float:
+    """Of the last line that is one; 0 if there is none."""
+    for line in reversed(words.split(b"\n")):
+        with suppress(ValueError):
+            return float(line)
+    return 0.0
