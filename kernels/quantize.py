@@ -8,6 +8,7 @@ The kinds and their layouts: `csrc/cpu/linear.h`.
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -68,7 +69,7 @@ class Arena:
 def _map_zeros(num_bytes: int) -> Bytes:
     """Fresh zeroed memory. Aligned to a huge page, or the first and last one of a slab could not be one."""
     try:
-        memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
+        memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
         raise MemoryError(f"cannot allocate {num_bytes / 2**20:.0f} MiB for weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -102,21 +103,30 @@ def check_matrix(raw: RawTensor) -> None:
         raise LayoutError(f"{raw.name}: the bytes of a row must be contiguous")
 
 
-def pack(library: ctypes.CDLL, raw: RawTensor, arena: Arena, *, is_exact: bool) -> PackedPart:
-    """Cost: reads the tensor once, on all threads of the pool."""
-    if is_exact:
-        return _pack_as(library, raw, arena, PanelKind.F32)[0]
-    packed, num_misfits = _pack_as(library, raw, arena, KIND_OF[raw.format])
-    if num_misfits:  # scales beyond half precision: rare, and only in float checkpoints
-        packed, _ = _pack_as(library, raw, arena, PanelKind.SYM8_WIDE)
-    return packed
+def pack(library: ctypes.CDLL, parts: Sequence[RawTensor], arena: Arena, *, is_exact: bool, interleave: bool = False) -> list[PackedPart]:
+    """Each part in panels, one part after the other; interleaved, panel i of every part comes before panel i + 1 of any.
+
+    Cost: reads the tensors once, on all threads of the pool.
+    """
+    if interleave and len({(part.shape, KIND_OF[part.format]) for part in parts}) == 1:
+        kind = PanelKind.F32 if is_exact else KIND_OF[parts[0].format]
+        packed, num_misfits = _pack_as(library, parts, arena, kind)
+        if num_misfits:  # scales beyond half precision: rare, and only in float checkpoints
+            packed, _ = _pack_as(library, parts, arena, PanelKind.SYM8_WIDE)
+        return packed
+    return [packed for part in parts for packed in pack(library, [part], arena, is_exact=is_exact, interleave=True)]
 
 
-def _pack_as(library: ctypes.CDLL, raw: RawTensor, arena: Arena, kind: PanelKind) -> tuple[PackedPart, int]:
-    num_rows, k = raw.shape
+def _pack_as(library: ctypes.CDLL, parts: Sequence[RawTensor], arena: Arena, kind: PanelKind) -> tuple[list[PackedPart], int]:
+    """Parts of one shape, interleaved."""
+    num_rows, k = parts[0].shape
     num_panels = -(-num_rows // PANEL_COLUMNS)
-    panels = arena.take(num_panels * library.anb_panel_bytes(kind, k)).reshape(num_panels, -1)
-    num_misfits = library.anb_pack(
-        FORMAT_CODES[raw.format], raw.data.ctypes.data, num_rows, k, raw.data.strides[0], kind, panels.ctypes.data
-    )
-    return PackedPart(kind, num_rows, panels), num_misfits
+    panels = arena.take(num_panels * len(parts) * library.anb_panel_bytes(kind, k)).reshape(num_panels, len(parts), -1)
+    packed, num_misfits = [], 0
+    for i, raw in enumerate(parts):
+        own = panels[:, i]
+        num_misfits += library.anb_pack(
+            FORMAT_CODES[raw.format], raw.data.ctypes.data, num_rows, k, raw.data.strides[0], kind, own.ctypes.data, own.strides[0]
+        )
+        packed.append(PackedPart(kind, num_rows, own))
+    return packed, num_misfits

@@ -24,6 +24,7 @@ from anabranch.kernels.quantize import FORMAT_CODES, PANEL_COLUMNS, Arena, Packe
 Floats = NDArray[np.float32]
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
 MAX_UNIT_PANELS = 16  # of the heads that one task projects; see kMaxPanels in executor.cpp
+OP_NAMES = ("embed", "attention_input", "attention", "linear_add", "gated_mlp_input", "logits")  # by OpKind
 NO_INTS = np.zeros(1, np.int32)
 
 
@@ -45,20 +46,25 @@ class CpuMatrix:
         self._packed: list[PackedPart] = []
         self._panels: NDArray[np.void] | None = None
         self._native = native.Matrix()
+        self._is_paired = False
 
     @property
     def num_panels(self) -> int:
         return sum(-(-part.shape[0] // PANEL_COLUMNS) for part in self._parts)
 
-    def native_matrix(self) -> native.Matrix:
-        """The packed matrix; valid as long as this object."""
+    def native_matrix(self, *, paired: bool = False) -> native.Matrix:
+        """The packed matrix; valid as long as this object. Paired: panel i of the first half of rows, then panel i of the second half."""
         if self._panels is None:
-            self._packed = [pack(self._library, part, self._arena, is_exact=self._is_exact) for part in self._parts]
+            self._packed = pack(self._library, self._parts, self._arena, is_exact=self._is_exact, interleave=paired)
             self._panels = _panel_table(self._packed)
+            if paired:
+                self._panels = self._panels.reshape(2, -1).T.flatten()
             bias = None if self._bias is None else self._bias.ctypes.data
             self._native = native.Matrix(
                 self._panels.ctypes.data, bias, len(self._panels), self.num_rows, self.k, int(self._is_exact)
             )
+            self._is_paired = paired
+        assert self._is_paired == paired, "one matrix is used in two ways that need different orders"
         return self._native
 
     def native_table(self) -> native.Table:
@@ -196,7 +202,7 @@ class Recorder:
         out = self._write("gated", inner)
         self._add(
             OpKind.GATED_MLP_INPUT, gate_up, norm, source=source, target=out.buffer, eps=eps,
-            matrix=ctypes.pointer(gate_up.native_matrix()), norm=_address(norm, gate_up.k),
+            matrix=ctypes.pointer(gate_up.native_matrix(paired=True)), norm=_address(norm, gate_up.k),
         )  # fmt: skip
         return out
 
@@ -275,6 +281,12 @@ class CompiledStep:
         if error is not None:
             raise LayoutError(error.decode())
         return self._logits[: num_logits * vocab_size].reshape(num_logits, vocab_size)
+
+    def spent_ns(self) -> dict[str, int]:
+        """Nanoseconds in each kind of operation since compile()."""
+        spent = np.zeros(len(OP_NAMES), np.uint64)
+        self._library.anb_program_times(self._recorder.program, spent.ctypes.data)
+        return dict(zip(OP_NAMES, spent.tolist()))
 
     def __del__(self) -> None:
         self._library.anb_program_free(self._recorder.program)

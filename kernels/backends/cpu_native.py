@@ -67,7 +67,7 @@ _SIGNATURES = {
     "anb_num_threads": (c_int, ()),
     "anb_set_num_threads": (c_int, (c_int,)),
     "anb_panel_bytes": (c_int64, (c_int, c_int)),
-    "anb_pack": (c_int64, (c_int, c_void_p, c_int, c_int, c_int64, c_int, c_void_p)),
+    "anb_pack": (c_int64, (c_int, c_void_p, c_int, c_int, c_int64, c_int, c_void_p, c_int64)),
     "anb_matmul": (None, (ctypes.POINTER(Matrix), c_void_p, c_int, c_void_p)),
     "anb_read_rows": (None, (ctypes.POINTER(Table), c_void_p, c_int, c_void_p)),
     "anb_kv_layout": (c_int64, (ctypes.POINTER(KVLayout),)),
@@ -79,6 +79,7 @@ _SIGNATURES = {
     "anb_program_free": (None, (c_void_p,)),
     "anb_program_buffer": (c_int, (c_void_p, c_int, c_int)),
     "anb_program_add": (None, (c_void_p, ctypes.POINTER(OpSpec))),
+    "anb_program_times": (None, (c_void_p, c_void_p)),
     "anb_program_run": (c_char_p, (c_void_p, ctypes.POINTER(StepArgs))),
 }
 

@@ -12,6 +12,7 @@ struct RopeTable;
 struct Program;
 
 enum class OpKind : int32_t { embed = 0, attention_input = 1, attention = 2, linear_add = 3, gated_mlp_input = 4, logits = 5 };
+constexpr int kNumOpKinds = 6;
 
 // One operation of kernels/interface.py. `source` and `target` are buffers; unused fields are zero.
 struct OpSpec {
@@ -58,6 +59,9 @@ int anb_program_buffer(anabranch::Program* program, int width, int is_gated);
 void anb_program_add(anabranch::Program* program, const anabranch::OpSpec* op);
 // Runs one step. Returns null, or a message about what does not fit (valid until the next call on this program).
 const char* anb_program_run(anabranch::Program* program, const anabranch::StepArgs* step);
+
+// Nanoseconds spent in each kind of operation since the program was made: [kNumOpKinds].
+void anb_program_times(const anabranch::Program* program, uint64_t* spent_ns);
 
 // Whole pages in every layer, in order.
 void anb_copy_pages(const anabranch::KVPool* kv, const int32_t* src, const int32_t* dst, int num_pages);

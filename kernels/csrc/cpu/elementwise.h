@@ -25,16 +25,16 @@ struct HeadsCall {
 
 // Each function's result depends on its arguments alone, bit for bit, row by row. Sums over a row have a fixed order.
 struct ElementOps {
-  // One activation row to a QuantizedLayout record: per 32 values, scale = max|x| / 127 and codes = round(x / scale). A group with a
-  // NaN or an infinity gets a NaN scale, so that it shows in every output of this row and in no other.
-  void (*quantize_row)(const float* x, int k, const QuantizedLayout& layout, uint8_t* out);
+  // ceil(k / 32) groups of one activation row: scale = max|x| / 127 and codes = round(x / scale). A group with a NaN or an infinity gets
+  // a NaN scale, so that it shows in every output of this row and in no other.
+  void (*quantize_row)(const float* x, int k, ActivationGroup* out);
   // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i]
   void (*norm_row)(const float* x, const float* weight, int k, float eps, float* out);
   // Norm each head, then rotate its x[i], x[i + num_pairs] by angle i.
   void (*finish_heads)(const HeadsCall& call);
-  // silu(gate) * up of panel 0 and panel 1: group `group` of each row's record; as f32, its columns from 32 * group on.
-  void (*gate_quantize)(const Sums& from, const QuantizedLayout& layout, int group, uint8_t* out);
-  void (*gate)(const Sums& from, int group, float* out, size_t out_stride);
+  // silu(gate) * up of panel 0 and panel 1: 32 values of row r, quantized to out[r * out_stride], or as f32 at out + r * out_stride.
+  void (*gate_quantize)(const Sums& from, ActivationGroup* out, int out_stride);
+  void (*gate)(const Sums& from, float* out, size_t out_stride);
   // Add panel `panel`, n columns of it, to rows at `to`, `stride` floats apart.
   void (*add)(const Sums& from, int panel, int n, float* to, size_t stride);
   // Add bias[0..n) to every row of a panel's sums.

@@ -22,11 +22,10 @@ ANB_INLINE void store_some(float* p, vf x, int n) {
   for (int i = 0; i < n; ++i) p[i] = padded[i];
 }
 
-ANB_INLINE void put(uint8_t* p, int32_t x) { memcpy(p, &x, 4); }
-ANB_INLINE void put(uint8_t* p, float x) { memcpy(p, &x, 4); }
+constexpr int kRowsAhead = 6;  // whole-block passes touch rows that lie far apart: their lines are fetched so many rows early
 
 // The largest magnitude is found on bits: as integers, NaN > infinity > every number, and none is passed over.
-ANB_INLINE void quantize_group(vf x0, vf x1, const QuantizedLayout& layout, int group, uint8_t* out) {
+ANB_INLINE void quantize_group(vf x0, vf x1, ActivationGroup* out) {
   const vi no_sign = i_set1(0x7fffffff);
   const float largest = bits_to_float(uint32_t(i_hmax(i_max(i_and(bits_of(x0), no_sign), i_and(bits_of(x1), no_sign)))));
   float scale = largest * (1.0f / 127.0f);
@@ -35,22 +34,17 @@ ANB_INLINE void quantize_group(vf x0, vf x1, const QuantizedLayout& layout, int 
   const float inverse = scale >= 1.1754944e-38f ? 1.0f / scale : 0.0f;  // below: 1 / scale may overflow, and all is nought anyway
   const vi c0 = is_finite ? round_to_int(mul(x0, set1(inverse))) : i_zero(), c1 = is_finite ? round_to_int(mul(x1, set1(inverse))) : i_zero();
   int32_t sum0, sum1;
-  store_bytes(reinterpret_cast<int8_t*>(out + group * kGroup), c0, c1, &sum0, &sum1);
-  put(out + layout.scale_at + group * 4, scale);
-  put(out + layout.weighted_sum_at + group * 4, scale * float(sum0 + sum1));
-  put(out + layout.offset_at + group * 4, -128 * (sum0 + sum1));
-  put(out + layout.half_offset_at + group * 8, -128 * sum0);
-  put(out + layout.half_offset_at + group * 8 + 4, -128 * sum1);
+  store_bytes(out->codes, c0, c1, &sum0, &sum1);
+  out->scale = scale;
+  out->weighted_sum = scale * float(sum0 + sum1);
+  out->offset = kBiasBits - 128 * (sum0 + sum1);
+  out->half_offset[0] = kBiasBits - 128 * sum0;
+  out->half_offset[1] = kBiasBits - 128 * sum1;
 }
 
-static void quantize_row(const float* x, int k, const QuantizedLayout& layout, uint8_t* out) {
-  int group = 0;
-  for (; (group + 1) * kGroup <= k; ++group) quantize_group(load(x + group * kGroup), load(x + group * kGroup + kLanes), layout, group, out);
-  for (; group < layout.num_groups; ++group) {
-    const int left = k - group * kGroup;
-    const float* p = x + group * kGroup;
-    quantize_group(load_some(p, left < 0 ? 0 : left), left > kLanes ? load_some(p + kLanes, left - kLanes) : zero(), layout, group, out);
-  }
+static void quantize_row(const float* x, int k, ActivationGroup* out) {
+  for (; k >= kGroup; k -= kGroup, x += kGroup) quantize_group(load(x), load(x + kLanes), out++);
+  if (k > 0) quantize_group(load_some(x, k), k > kLanes ? load_some(x + kLanes, k - kLanes) : zero(), out);
 }
 
 static void norm_row(const float* x, const float* weight, int k, float eps, float* out) {
@@ -97,43 +91,57 @@ static void finish_heads(const HeadsCall& call) {
       if (call.angles != nullptr) rotate(x, call.angles[r], call.num_pairs);
     }
     float* out = call.out + r * call.out_stride;
+    for (int i = 0; i < width; i += kLanes) __builtin_prefetch(out + kRowsAhead * call.out_stride + i, 1, 3);
     for (int i = 0; i < width; i += kLanes) store_some(out + i, load(columns + i), width - i);
   }
 }
 
-// 1 / d for d in [1, 2^120]: a guess from the bits, within 12 %, and three Newton steps, each of which squares the error. To an ulp or two,
-// the same in every instruction set, and several times faster than a division.
+// 1 / d for d in [1, 2^120], to an ulp or two: an estimate, and Newton steps, each of which squares the error. Several times faster than a
+// division, which matters: silu runs once per token, layer and inner unit.
 ANB_INLINE vf reciprocal(vf d) {
-  vf y = float_of_bits(i_sub(i_set1(0x7ef311c3), bits_of(d)));
-  for (int i = 0; i < 3; ++i) {
-    const vf error = fma(mul(d, set1(-1.0f)), y, set1(1.0f));
-    y = fma(y, error, y);
-  }
+#if defined(__AVX512F__)
+  vf y = {_mm512_rcp14_ps(d.v)};
+  constexpr int kSteps = 1;
+#else
+  vf y = float_of_bits(i_sub(i_set1(0x7ef311c3), bits_of(d)));  // within 12 %
+  constexpr int kSteps = 3;
+#endif
+  for (int i = 0; i < kSteps; ++i) y = fma(y, sub(set1(1.0f), mul(d, y)), y);
   return y;
 }
 
 // x / (1 + e^-x). The exponent is clamped where e^-x would overflow; the quotient is a tiny number there, and NaN stays NaN.
 ANB_INLINE vf silu(vf x) { return mul(x, reciprocal(add(set1(1.0f), exp2(min(set1(118.0f), mul(x, set1(-kLog2e))))))); }
 
-ANB_INLINE vf gated(const Sums& from, int row, int lane) {
-  const float* gate = from.sums + size_t(row) * kPanelColumns + lane;
-  return mul(silu(load(gate)), load(gate + size_t(from.num_rows) * kPanelColumns));
+ANB_INLINE void gate_row(const Sums& from, int row, float* out) {
+  const float* gate = from.sums + size_t(row) * kPanelColumns;
+  const float* up = gate + size_t(from.num_rows) * kPanelColumns;
+  store(out, mul(silu(load(gate)), load(up)));
+  store(out + kLanes, mul(silu(load(gate + kLanes)), load(up + kLanes)));
 }
 
-static void gate_quantize(const Sums& from, const QuantizedLayout& layout, int group, uint8_t* out) {
-  for (int r = 0; r < from.num_rows; ++r) quantize_group(gated(from, r, 0), gated(from, r, kLanes), layout, group, out + r * layout.stride);
-}
-
-static void gate(const Sums& from, int group, float* out, size_t out_stride) {
-  for (int r = 0; r < from.num_rows; ++r) {
-    store(out + r * out_stride + group * kPanelColumns, gated(from, r, 0));
-    store(out + r * out_stride + group * kPanelColumns + kLanes, gated(from, r, kLanes));
+// Two passes over a few rows at a time: either has a long chain of dependent operations, and only half of it lets enough rows overlap.
+static void gate_quantize(const Sums& from, ActivationGroup* out, int out_stride) {
+  constexpr int kRows = 8;
+  alignas(64) float values[kRows][kPanelColumns];
+  for (int first = 0; first < from.num_rows; first += kRows) {
+    const int n = from.num_rows - first < kRows ? from.num_rows - first : kRows;
+    for (int r = 0; r < n; ++r) {
+      __builtin_prefetch(out + (first + r) * out_stride, 1, 3);
+      gate_row(from, first + r, values[r]);
+    }
+    for (int r = 0; r < n; ++r) quantize_group(load(values[r]), load(values[r] + kLanes), out + (first + r) * out_stride);
   }
+}
+
+static void gate(const Sums& from, float* out, size_t out_stride) {
+  for (int r = 0; r < from.num_rows; ++r) gate_row(from, r, out + r * out_stride);
 }
 
 static void add_panel(const Sums& from, int panel, int n, float* to, size_t stride) {
   const float* sums = from.sums + size_t(panel) * from.num_rows * kPanelColumns;
   for (int r = 0; r < from.num_rows; ++r, sums += kPanelColumns, to += stride) {
+    for (int i = 0; i < n; i += kLanes) __builtin_prefetch(to + kRowsAhead * stride + i, 1, 3);
     for (int i = 0; i < n; i += kLanes) store_some(to + i, add(load_some(to + i, n - i), load(sums + i)), n - i);
   }
 }

@@ -49,7 +49,8 @@ struct RopeTable {
 
 namespace {
 
-constexpr int kRowBlock = 240;        // rows of one task: their quantized form and sums stay in the second-level cache
+constexpr int kRowBlock = 480;        // rows of one task at most,
+constexpr size_t kRowBlockBytes = 768 * 1024;  // so that their operands stay in the second-level cache while panels come and go
 constexpr int kRowStep = 6;           // blocks are whole tiles of the widest variant
 constexpr int kMaxPanels = 32;        // of one task
 constexpr int kRedundantRows = 2;     // up to so many, each thread prepares all rows for itself
@@ -102,26 +103,28 @@ struct Tile {
   Sums all(int first_panel, int num_panels) const { return {panel(first_panel), num_panels, num_rows}; }
 };
 
-int row_block(int num_rows) {
-  const int num_blocks = ceil_div(num_rows, kRowBlock);
-  return int(round_up(ceil_div(num_rows, num_blocks == 0 ? 1 : num_blocks), kRowStep));
+size_t operand_bytes(const Matrix& matrix) {
+  return matrix.is_exact ? round_up(size_t(matrix.k) * 4, 64) : row_stride(matrix.num_groups()) * sizeof(ActivationGroup);
 }
 
-size_t operand_bytes(const Matrix& matrix) {
-  return matrix.is_exact ? round_up(size_t(matrix.k) * 4, 64) : QuantizedLayout(matrix.num_groups()).stride;
+// Rows of a block: all blocks are about equal.
+int row_block(int num_rows, const Matrix& matrix) {
+  const int limit = std::max(kRowStep, std::min(kRowBlock, int(kRowBlockBytes / operand_bytes(matrix))));
+  return int(round_up(ceil_div(num_rows, ceil_div(std::max(num_rows, 1), limit)), kRowStep));
 }
 
 void add_bias(const Matrix& matrix, const Panel& panel, float* sums, int num_rows) {
   if (matrix.bias != nullptr) element_ops().add_bias(sums, num_rows, matrix.bias + panel.first_column, panel.num_columns);
 }
 
-void multiply(const Matrix& matrix, int panel, const Operand& x, const Tile& tile, int at, void* scratch) {
+void multiply(const Matrix& matrix, int panel, const Operand& x, const Tile& tile, int at, void* scratch, const uint8_t* next) {
   const Panel& p = matrix.panels[panel];
   const uint8_t* rows = x.rows + size_t(tile.first_row) * x.row_bytes;
   if (matrix.is_exact) {
     linear_ops().matmul_exact(p, matrix.k, reinterpret_cast<const float*>(rows), x.row_bytes / 4, tile.num_rows, tile.panel(at));
   } else {
-    linear_ops().matmul(p, QuantizedLayout(matrix.num_groups()), rows, tile.num_rows, tile.panel(at), scratch);
+    const ActivationRows groups{reinterpret_cast<const ActivationGroup*>(rows), matrix.num_groups(), int(x.row_bytes / sizeof(ActivationGroup))};
+    linear_ops().matmul(p, groups, tile.num_rows, tile.panel(at), scratch, next);
   }
   add_bias(matrix, p, tile.panel(at), tile.num_rows);
 }
@@ -139,7 +142,7 @@ void prepare_row(const Matrix& matrix, const float* x, const float* norm, float 
     return;
   }
   if (norm != nullptr) element_ops().norm_row(x, norm, k, eps, normed);
-  element_ops().quantize_row(norm != nullptr ? normed : x, k, QuantizedLayout(matrix.num_groups()), out);
+  element_ops().quantize_row(norm != nullptr ? normed : x, k, reinterpret_cast<ActivationGroup*>(out));
 }
 
 }  // namespace
@@ -148,9 +151,11 @@ struct Program {
   KVPool kv;
   std::vector<Activations> buffers;
   std::vector<OpSpec> ops;
+  size_t last_attention = SIZE_MAX;  // index into ops
   std::vector<RopeTable*> ropes;  // each once
   AttentionPlan plan;
   Buffer prepared;
+  uint64_t spent_ns[kNumOpKinds] = {};
   std::string error;
 };
 
@@ -170,7 +175,10 @@ class Run {
   }
 
   void run() {
-    for (const OpSpec& op : program_.ops) {
+    uint64_t before = monotonic_ns();
+    for (size_t i = 0; i < program_.ops.size(); ++i) {
+      const OpSpec& op = program_.ops[i];
+      if (i == program_.last_attention && step_.num_logits == 0) return;  // the KV is written, and that was all
       switch (op.kind) {
         case OpKind::embed: embed(op); break;
         case OpKind::attention_input: attention_input(op); break;
@@ -179,15 +187,40 @@ class Run {
         case OpKind::gated_mlp_input: gated_mlp_input(op); break;
         case OpKind::logits: logits(op); break;
       }
+      if (i == program_.last_attention) keep_logit_rows(i);
+      const uint64_t now = monotonic_ns();
+      program_.spent_ns[int(op.kind)] += now - before;
+      before = now;
     }
   }
 
  private:
   static size_t gated_bytes(int width, bool is_exact) {
-    return is_exact ? round_up(size_t(round_up(width, kPanelColumns)) * 4, 64) : QuantizedLayout(ceil_div(width, kGroup)).stride;
+    return is_exact ? round_up(size_t(round_up(width, kPanelColumns)) * 4, 64) : row_stride(ceil_div(width, kGroup)) * sizeof(ActivationGroup);
   }
 
   float* floats(int buffer) { return program_.buffers[buffer].memory.floats(); }
+
+  // After the last attention a row matters only to its own logits: the others are dropped.
+  void keep_logit_rows(size_t last_op) {
+    for (int i = 1; i < step_.num_logits; ++i) {
+      if (step_.logit_rows[i] <= step_.logit_rows[i - 1]) return;
+    }
+    std::vector<bool> is_read(program_.buffers.size(), false);
+    for (size_t i = last_op + 1; i < program_.ops.size(); ++i) {
+      const OpSpec& op = program_.ops[i];
+      is_read[op.source] = true;
+      if (op.kind == OpKind::linear_add) is_read[op.target] = true;
+    }
+    for (size_t b = 0; b < is_read.size(); ++b) {
+      if (!is_read[b] || program_.buffers[b].is_gated) continue;  // what is gated is written after this
+      const size_t width = program_.buffers[b].width;
+      float* rows = floats(int(b));
+      for (int i = 0; i < step_.num_logits; ++i) std::memmove(rows + i * width, rows + step_.logit_rows[i] * width, width * 4);
+    }
+    num_tokens_ = step_.num_logits;
+    rows_are_logits_ = true;
+  }
 
   void embed(const OpSpec& op) {
     const Table& table = *op.table;
@@ -248,7 +281,11 @@ class Run {
     const Tile tile{own.sums, first_row, num_rows};
     int at = 0;
     for (int i = 0; i < num_ranges; ++i) {
-      for (int p = ranges[i].first; p < ranges[i].first + ranges[i].count; ++p, ++at) multiply(matrix, p, x, tile, at, own.matmul);
+      for (int p = ranges[i].first; p < ranges[i].first + ranges[i].count; ++p, ++at) {
+        const bool is_last = p + 1 == ranges[i].first + ranges[i].count;
+        const int next = !is_last ? p + 1 : i + 1 < num_ranges ? ranges[i + 1].first : std::min(p + 1, matrix.num_panels - 1);
+        multiply(matrix, p, x, tile, at, own.matmul, matrix.panels[next].data);
+      }
     }
     return tile;
   }
@@ -270,7 +307,7 @@ class Run {
     const HeadUnits unit(op.head_dim);
     const int q_panels = ceil_div(op.num_q_heads * op.head_dim, kPanelColumns), kv_panels = ceil_div(op.num_kv_heads * op.head_dim, kPanelColumns);
     const int q_units = ceil_div(q_panels, unit.panels), kv_units = ceil_div(kv_panels, unit.panels), num_units = q_units + kv_units;
-    const int block = row_block(num_tokens_), num_blocks = ceil_div(num_tokens_, block);
+    const int block = row_block(num_tokens_, matrix), num_blocks = ceil_div(num_tokens_, block);
     const float* h = floats(op.source);
     const auto row_at = [&](int r) { return h + size_t(r) * matrix.k; };
     with_rows(matrix, num_tokens_, op.norm, op.eps, row_at, num_blocks * num_units, [&](int task, int thread, const Operand& x) {
@@ -324,7 +361,7 @@ class Run {
   void linear_add(const OpSpec& op) {
     const Matrix& matrix = *op.matrix;
     const Activations& source = program_.buffers[op.source];
-    const int block = row_block(num_tokens_), num_blocks = ceil_div(num_tokens_, block), num_tasks = num_blocks * matrix.num_panels;
+    const int block = row_block(num_tokens_, matrix), num_blocks = ceil_div(num_tokens_, block), num_tasks = num_blocks * matrix.num_panels;
     float* h = floats(op.target);
     const auto body = [&](int task, int thread, const Operand& x) {
       const int first_row = task / matrix.num_panels * block, num_rows = std::min(block, num_tokens_ - first_row);
@@ -346,21 +383,20 @@ class Run {
   void gated_mlp_input(const OpSpec& op) {
     const Matrix& matrix = *op.matrix;
     Activations& target = program_.buffers[op.target];
-    const int num_pairs = matrix.num_panels / 2, block = row_block(num_tokens_), num_blocks = ceil_div(num_tokens_, block);
+    const int num_pairs = matrix.num_panels / 2, block = row_block(num_tokens_, matrix), num_blocks = ceil_div(num_tokens_, block);
     const float* h = floats(op.source);
-    const QuantizedLayout layout(num_pairs);
     const size_t row_bytes = gated_bytes(target.width, matrix.is_exact);
     uint8_t* out = target.memory.data();
     const auto row_at = [&](int r) { return h + size_t(r) * matrix.k; };
     with_rows(matrix, num_tokens_, op.norm, op.eps, row_at, num_blocks * num_pairs, [&](int task, int thread, const Operand& x) {
       const int first_row = task / num_pairs * block, num_rows = std::min(block, num_tokens_ - first_row), pair = task % num_pairs;
-      const PanelRange ranges[2] = {{pair, 1}, {num_pairs + pair, 1}};
-      const Tile tile = multiply_panels(matrix, x, first_row, num_rows, ranges, 2, thread);
+      const PanelRange range{2 * pair, 2};
+      const Tile tile = multiply_panels(matrix, x, first_row, num_rows, &range, 1, thread);
       uint8_t* rows = out + size_t(first_row) * row_bytes;
       if (matrix.is_exact) {
-        element_ops().gate(tile.all(0, 2), pair, reinterpret_cast<float*>(rows), row_bytes / 4);
+        element_ops().gate(tile.all(0, 2), reinterpret_cast<float*>(rows) + pair * kPanelColumns, row_bytes / 4);
       } else {
-        element_ops().gate_quantize(tile.all(0, 2), layout, pair, rows);
+        element_ops().gate_quantize(tile.all(0, 2), reinterpret_cast<ActivationGroup*>(rows) + pair, int(row_bytes / sizeof(ActivationGroup)));
       }
     });
   }
@@ -368,19 +404,19 @@ class Run {
   void logits(const OpSpec& op) {
     if (step_.num_logits == 0) return;
     const Matrix& matrix = *op.matrix;
-    const int num_rows = step_.num_logits, block = row_block(num_rows), num_blocks = ceil_div(num_rows, block);
+    const int num_rows = step_.num_logits, block = row_block(num_rows, matrix), num_blocks = ceil_div(num_rows, block);
     const int num_groups = ceil_div(matrix.num_panels, kLogitPanels);
     const float* h = floats(op.source);
-    const auto row_at = [&](int r) { return h + size_t(step_.logit_rows[r]) * matrix.k; };
+    const auto row_at = [&](int r) { return h + size_t(rows_are_logits_ ? r : step_.logit_rows[r]) * matrix.k; };
     with_rows(matrix, num_rows, op.norm, op.eps, row_at, num_blocks * num_groups, [&](int task, int thread, const Operand& x) {
       const int first_row = task / num_groups * block, rows = std::min(block, num_rows - first_row), first = task % num_groups * kLogitPanels;
       const PanelRange range{first, std::min(kLogitPanels, matrix.num_panels - first)};
       const Tile tile = multiply_panels(matrix, x, first_row, rows, &range, 1, thread);
-      for (int p = 0; p < range.count; ++p) {
-        const Panel& panel = matrix.panels[first + p];
-        for (int r = 0; r < rows; ++r) {
-          float* to = step_.logits + size_t(first_row + r) * matrix.num_columns + panel.first_column;
-          std::memcpy(to, tile.panel(p) + size_t(r) * kPanelColumns, size_t(panel.num_columns) * 4);
+      for (int r = 0; r < rows; ++r) {
+        float* to = step_.logits + size_t(first_row + r) * matrix.num_columns;
+        for (int p = 0; p < range.count; ++p) {
+          const Panel& panel = matrix.panels[first + p];
+          std::memcpy(to + panel.first_column, tile.panel(p) + size_t(r) * kPanelColumns, size_t(panel.num_columns) * 4);
         }
       }
     });
@@ -389,7 +425,8 @@ class Run {
   Program& program_;
   const StepArgs& step_;
   ThreadPool& pool_;
-  const int num_tokens_;
+  int num_tokens_;
+  bool rows_are_logits_ = false;
   size_t widest_ = 0;  // bytes of the longest row that any operation prepares, as f32 or quantized
   int serial_ = 0;
   std::vector<int> prepared_for_ = std::vector<int>(pool_.num_threads(), 0);
@@ -455,10 +492,13 @@ int anb_program_buffer(Program* program, int width, int is_gated) {
 }
 
 void anb_program_add(Program* program, const OpSpec* op) {
+  if (op->kind == OpKind::attention) program->last_attention = program->ops.size();
   program->ops.push_back(*op);
   auto& ropes = program->ropes;
   if (op->rope != nullptr && std::find(ropes.begin(), ropes.end(), op->rope) == ropes.end()) ropes.push_back(op->rope);
 }
+
+void anb_program_times(const Program* program, uint64_t* spent_ns) { std::copy_n(program->spent_ns, kNumOpKinds, spent_ns); }
 
 const char* anb_program_run(Program* program, const StepArgs* step) {
   try {
@@ -495,13 +535,13 @@ void anb_matmul(const Matrix* matrix, const float* x, int num_rows, float* out) 
   std::vector<uint8_t> memory(row_bytes * num_rows + 64);
   auto* rows = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
   for (int r = 0; r < num_rows; ++r) prepare_row(*matrix, x + size_t(r) * matrix->k, nullptr, 0.0f, nullptr, rows + r * row_bytes);
-  const int block = row_block(num_rows), num_blocks = ceil_div(num_rows, block);
+  const int block = row_block(num_rows, *matrix), num_blocks = ceil_div(num_rows, block);
   pool->parallel_for(num_blocks * matrix->num_panels, [&](int task, int thread) {
     const Panel& panel = matrix->panels[task % matrix->num_panels];
     const int first_row = task / matrix->num_panels * block, count = std::min(block, num_rows - first_row);
     auto* scratch = static_cast<uint8_t*>(pool->scratch(thread, kMatmulScratchBytes + size_t(kRowBlock) * kPanelColumns * 4));
     const Tile tile{reinterpret_cast<float*>(scratch + kMatmulScratchBytes), first_row, count};
-    multiply(*matrix, task % matrix->num_panels, {rows, row_bytes}, tile, 0, scratch);
+    multiply(*matrix, task % matrix->num_panels, {rows, row_bytes}, tile, 0, scratch, panel.data);
     for (int r = 0; r < count; ++r) {
       std::memcpy(out + size_t(first_row + r) * matrix->num_columns + panel.first_column, tile.panel(0) + size_t(r) * kPanelColumns,
                   size_t(panel.num_columns) * 4);

@@ -4,8 +4,8 @@
 // symmetric kinds, w = scale * (code - 128). Activations are signed bytes with one f32 scale per row and group of 32. Within a group
 // the dot product of codes is an exact int32; groups are added in ascending order:
 //
-//   symmetric:  acc = fma(float(dot - 128 * sum_a), scale_w * scale_a, acc)
-//   affine:     acc = fma(float(dot), scale_w * scale_a, acc);  acc = fma(min_w, scale_a * sum_a, acc)
+//   symmetric:  acc = fma(scale_w * float(dot - 128 * sum_a), scale_a, acc)
+//   affine:     acc = fma(scale_w * float(dot), scale_a, acc);  acc = fma(min_w, scale_a * sum_a, acc)
 //
 // Each output is this one chain of operations whatever the number of rows, threads, tiles or cache blocks: the product is batch
 // invariant bit for bit, and AVX2 equals AVX-512. Panels of f32 weights take f32 activations: acc = fma(a, w, acc) over ascending k.
@@ -77,19 +77,31 @@ struct Table {
 // out[0..k) = row `row` of the table, by the format's definition.
 void read_row(const Table& table, int row, float* out);
 
-// One row of activations, quantized: codes, then per group the scale, scale * sum of codes, -128 * sum of codes (also per 16).
-struct QuantizedLayout {
-  int32_t num_groups;
-  size_t scale_at, weighted_sum_at, offset_at, half_offset_at, stride;  // bytes
+// Integer accumulators start at the bits of 1.5 * 2^23, so that reading them as a float gives kBias + dot (|dot| < 2^22). The product
+// scale * dot then is fma(kBias + dot, scale, -kBias * scale), whose one rounding is the same as that of float(dot) * scale: a conversion
+// and a multiplication in one instruction. It needs kBias * scale to be exact: scales have at most kScaleBits significant bits.
+constexpr float kBias = 12582912.0f;
+constexpr int32_t kBiasBits = 0x4b400000;
+constexpr int kScaleBits = 21;
 
-  explicit QuantizedLayout(int groups) : num_groups(groups) {
-    scale_at = size_t(groups) * kGroup;
-    weighted_sum_at = scale_at + size_t(groups) * 4;
-    offset_at = weighted_sum_at + size_t(groups) * 4;
-    half_offset_at = offset_at + size_t(groups) * 4;
-    stride = round_up(half_offset_at + size_t(groups) * 8, 64);
-    if (stride % 1024 == 0) stride += 64;  // rows of a tile must not share cache sets
-  }
+// 32 quantized activations of a row, with everything that products need to know about them: one cache line, written and read as a whole.
+struct alignas(64) ActivationGroup {
+  int8_t codes[kGroup];
+  float scale;             // value = scale * code
+  float weighted_sum;      // scale * sum of codes
+  int32_t offset;          // kBiasBits - 128 * sum of codes: where the accumulators of symmetric panels start
+  int32_t half_offset[2];  // the same for either half
+  int32_t unused[3];
+};
+static_assert(sizeof(ActivationGroup) == 64);
+
+// Groups from one row to the next: not a multiple of 16, or the rows of a tile would share cache sets.
+constexpr int row_stride(int num_groups) { return num_groups + (num_groups % 16 == 0); }
+
+// Quantized activation rows, row r at first + r * stride.
+struct ActivationRows {
+  const ActivationGroup* first;
+  int num_groups, stride;
 };
 
 // Scratch that `matmul` needs.
@@ -97,8 +109,9 @@ constexpr size_t kMatmulScratchBytes = 64 * 1024;
 
 // The functions that each instruction set implements.
 struct LinearOps {
-  // out[row][0..32) = sum over k of activations[row] and the panel; rows are QuantizedLayout records, `stride` bytes apart.
-  void (*matmul)(const Panel& panel, const QuantizedLayout& layout, const uint8_t* rows, int num_rows, float* out, void* scratch);
+  // out[row][0..32) = sum over k of activations[row] and the panel. `next` is what this thread will probably read next: its beginning is
+  // prefetched, and any address will do.
+  void (*matmul)(const Panel& panel, const ActivationRows& rows, int num_rows, float* out, void* scratch, const uint8_t* next);
   // The same for f32 panels: row r at x + r * stride, k values.
   void (*matmul_exact)(const Panel& panel, int k, const float* x, size_t stride, int num_rows, float* out);
 };

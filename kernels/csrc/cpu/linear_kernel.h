@@ -20,23 +20,13 @@ constexpr int kVectors = 2;   // vectors of 16 columns that a tile spans
 constexpr int kTileRows = 2;
 constexpr int kVectors = 1;
 #endif
-constexpr int kDirectTiles = 2;  // up to so many tiles of rows, unpacking in registers costs less than a pass through the cache
-constexpr int kPrefetchBytes = 2048;
+constexpr int kDirectTiles = 3;  // up to so many tiles of rows, unpacking in registers costs less than a pass through the cache
+constexpr int kPrefetchBytes = 2560;
 
-ANB_INLINE vi broadcast_codes(const uint8_t* p) {
+ANB_INLINE vi broadcast_codes(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, 4);
   return i_set1(four);
-}
-ANB_INLINE float read_float(const uint8_t* p) {
-  float x;
-  memcpy(&x, p, 4);
-  return x;
-}
-ANB_INLINE int32_t read_int(const uint8_t* p) {
-  int32_t x;
-  memcpy(&x, p, 4);
-  return x;
 }
 
 enum class Arithmetic { symmetric, affine, halves };
@@ -45,24 +35,19 @@ constexpr Arithmetic arithmetic_of(PanelKind kind) {
   return kind == PanelKind::halves8 ? Arithmetic::halves : is_affine(kind) ? Arithmetic::affine : Arithmetic::symmetric;
 }
 
-// The chain of float operations of one group: the only place where it is written.
-template <Arithmetic A>
-ANB_INLINE vf add_group(vf acc, vi dot, vf scale, vf min, const uint8_t* row_scale, const uint8_t* row_weighted_sum) {
-  acc = fma(to_float(dot), mul(scale, set1(read_float(row_scale))), acc);
-  if (A == Arithmetic::affine) acc = fma(min, set1(read_float(row_weighted_sum)), acc);
-  return acc;
+// scale * (what the accumulator `sum` gained since it was kBiasBits): see kBias.
+ANB_INLINE vf scaled(vi sum, vf scale, vf negative_bias) {
+  if (kHasFma) return fma(float_of_bits(sum), scale, negative_bias);
+  return mul(to_float(i_sub(sum, i_set1(kBiasBits))), scale);
 }
 
-// Quantized rows, from one group on. Codes advance by 32 bytes per group, scales and sums by 4.
-struct Rows {
-  const uint8_t* first;
-  size_t stride, scale_at, weighted_sum_at, offset_at, half_offset_at;
-
-  Rows(const QuantizedLayout& l, const uint8_t* rows, int group)
-      : first(rows + size_t(group) * kGroup), stride(l.stride), scale_at(l.scale_at - size_t(group) * (kGroup - 4)),
-        weighted_sum_at(l.weighted_sum_at - size_t(group) * (kGroup - 4)), offset_at(l.offset_at - size_t(group) * (kGroup - 4)),
-        half_offset_at(l.half_offset_at - size_t(group) * (kGroup - 8)) {}
-};
+// The chain of float operations of one group: the only place where it is written. negative_bias is -kBias * scale.
+template <Arithmetic A>
+ANB_INLINE vf add_group(vf acc, vi sum, vf scale, vf negative_bias, vf min, const ActivationGroup& a) {
+  acc = fma(scaled(sum, scale, negative_bias), set1(a.scale), acc);
+  if (A == Arithmetic::affine) acc = fma(min, set1(a.weighted_sum), acc);
+  return acc;
+}
 
 template <PanelKind K>
 ANB_INLINE vf load_scale(const uint8_t* p, int column) {
@@ -80,15 +65,35 @@ ANB_INLINE void unpack(vi packed, vi* low, vi* high) {
   }
 }
 
+// What to fetch while a tile runs: `lines` cache lines per group, from `from` on.
+struct Ahead {
+  const uint8_t* from;
+  int lines;
+
+  ANB_MEMBER void fetch(int group) const {
+    const uint8_t* p = from + size_t(group) * lines * 64;
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(p + i * 64, 0, 2);  // into the second level: the first is for this panel
+  }
+};
+
 // A panel as it lies in memory, read group after group.
 template <PanelKind K>
 struct Stream {
   static constexpr Arithmetic A = arithmetic_of(K);
+  static constexpr int kAheadGroups = ceil_div(kPrefetchBytes, group_bytes(K));
   const uint8_t* group;
+  const uint8_t* end;   // of the panel
+  const uint8_t* next;  // read after it
 
-  ANB_MEMBER void next() { group += group_bytes(K); }
-  ANB_MEMBER void prefetch() const {
-    for (int line = 0; line < group_bytes(K); line += 64) __builtin_prefetch(group + kPrefetchBytes + line, 0, 3);
+  Stream(const Panel& panel, const uint8_t* next_panel, int first_group, int num_groups)
+      : group(panel.data + size_t(first_group) * group_bytes(K)), end(panel.data + size_t(num_groups) * group_bytes(K)), next(next_panel) {}
+
+  ANB_MEMBER void advance() { group += group_bytes(K); }
+  // Runs a little ahead, past the end of the panel into the next one.
+  ANB_MEMBER void fetch_ahead() const {
+    const uint8_t* p = group + kAheadGroups * group_bytes(K);
+    if (p >= end) p = next + (p - end);
+    for (int line = 0; line < group_bytes(K); line += 64) __builtin_prefetch(p + line, 0, 3);
   }
   // The codes of k + 0..3 and k + 4..7 (k a multiple of 8) for 16 columns.
   ANB_MEMBER void codes(int k, int column, vi* low, vi* high) const {
@@ -112,8 +117,8 @@ struct Block {
   size_t group_step;
   const float* scales;   // per group [2][32 columns]: scales and mins, or the two scales of `halves`
 
-  ANB_MEMBER void next() { group += group_step, scales += 2 * kPanelColumns; }
-  ANB_MEMBER void prefetch() const {}
+  ANB_MEMBER void advance() { group += group_step, scales += 2 * kPanelColumns; }
+  ANB_MEMBER void fetch_ahead() const {}
   ANB_MEMBER void codes(int k, int column, vi* low, vi* high) const {
     *low = i_load(group + k * kPanelColumns + column * 4);
     *high = i_load(group + (k + 4) * kPanelColumns + column * 4);
@@ -125,7 +130,7 @@ struct Block {
 
 // R rows x C vectors of columns over `num_groups` groups. Everything is unrolled into registers: R * C accumulators of either type.
 template <int R, int C, class Source>
-static void tile(Source source, const Rows& rows, int num_groups, int column, float* out, bool is_first) {
+static void tile(Source source, const ActivationGroup* rows, int stride, int num_groups, int column, float* out, bool is_first, Ahead ahead) {
   constexpr Arithmetic A = Source::A;
   constexpr int kParts = A == Arithmetic::halves ? 2 : 1;  // runs of k with a scale of their own
   vf acc[R][C];
@@ -134,18 +139,22 @@ static void tile(Source source, const Rows& rows, int num_groups, int column, fl
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) acc[r][c] = is_first ? zero() : load(out + r * kPanelColumns + column + c * kLanes);
   }
-  for (int g = 0; g < num_groups; ++g, source.next()) {
-    const uint8_t* a = rows.first + size_t(g) * kGroup;
-    const uint8_t* meta = rows.first + size_t(g) * 4;
-    source.prefetch();
+  for (int g = 0; g < num_groups; ++g, source.advance()) {
+    const ActivationGroup* a = rows + g;
+    if (ahead.lines == 0) {
+      source.fetch_ahead();
+    } else {
+      ahead.fetch(g);
+    }
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       vi dot[R][C];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const uint8_t* offset = meta + r * rows.stride + (kParts == 1 ? rows.offset_at : rows.half_offset_at + size_t(g) * 4 + part * 4);
+        const ActivationGroup& row = a[size_t(r) * stride];
+        const int32_t start = A == Arithmetic::affine ? kBiasBits : kParts == 1 ? row.offset : row.half_offset[part];
 #pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) dot[r][c] = A == Arithmetic::affine ? i_zero() : i_set1(read_int(offset));
+        for (int c = 0; c < C; ++c) dot[r][c] = i_set1(start);
       }
 #pragma GCC unroll 4
       for (int k = part * kGroup / kParts; k < (part + 1) * kGroup / kParts; k += 8) {
@@ -154,7 +163,8 @@ static void tile(Source source, const Rows& rows, int num_groups, int column, fl
         for (int c = 0; c < C; ++c) source.codes(k, column + c * kLanes, &low[c], &high[c]);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const vi s = broadcast_codes(a + r * rows.stride + k), t = broadcast_codes(a + r * rows.stride + k + 4);
+          const int8_t* row = a[size_t(r) * stride].codes;
+          const vi s = broadcast_codes(row + k), t = broadcast_codes(row + k + 4);
 #pragma GCC unroll 2
           for (int c = 0; c < C; ++c) dot[r][c] = dot4(dot4(dot[r][c], low[c], s), high[c], t);
         }
@@ -162,12 +172,10 @@ static void tile(Source source, const Rows& rows, int num_groups, int column, fl
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) {
         const vf scale = part == 0 ? source.scale(column + c * kLanes) : source.half_scale(column + c * kLanes);
+        const vf negative_bias = mul(scale, set1(-kBias));
         const vf min = A == Arithmetic::affine ? source.min(column + c * kLanes) : zero();
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const uint8_t* m = meta + r * rows.stride;
-          acc[r][c] = add_group<A>(acc[r][c], dot[r][c], scale, min, m + rows.scale_at, m + rows.weighted_sum_at);
-        }
+        for (int r = 0; r < R; ++r) acc[r][c] = add_group<A>(acc[r][c], dot[r][c], scale, negative_bias, min, a[size_t(r) * stride]);
       }
     }
   }
@@ -179,43 +187,45 @@ static void tile(Source source, const Rows& rows, int num_groups, int column, fl
 }
 
 template <int R, class Source>
-static void tile_panel(const Source& source, const Rows& rows, int num_groups, float* out, bool is_first) {
+static void tile_panel(const Source& source, const ActivationGroup* rows, int stride, int num_groups, float* out, bool is_first, Ahead ahead) {
 #pragma GCC unroll 2
   for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
-    tile<R, kVectors>(source, rows, num_groups, column, out, is_first);
+    tile<R, kVectors>(source, rows, stride, num_groups, column, out, is_first, ahead);
   }
 }
 
-// All rows, in tiles as equal as possible.
+// All rows, in tiles as equal as possible. Several tiles share the fetching of what comes next, `next`; one tile fetches for itself.
 template <class Source>
-static void tile_rows(const Source& source, Rows rows, int num_rows, int num_groups, float* out, bool is_first) {
-  for (int num_tiles = ceil_div(num_rows, kTileRows); num_tiles > 0; --num_tiles) {
-    const int n = ceil_div(num_rows, num_tiles);
+static void tile_rows(const Source& source, const ActivationGroup* rows, int stride, int num_rows, int num_groups, float* out, bool is_first,
+                      const uint8_t* next, int bytes_per_group) {
+  const int num_tiles = ceil_div(num_rows, kTileRows);
+  for (int i = 0; i < num_tiles; ++i) {
+    const int n = ceil_div(num_rows, num_tiles - i);
+    const Ahead ahead{next + size_t(i) * num_groups * bytes_per_group / num_tiles, num_tiles == 1 ? 0 : ceil_div(bytes_per_group, 64 * num_tiles)};
     switch (n) {
-      case 1: tile_panel<1>(source, rows, num_groups, out, is_first); break;
-      case 2: tile_panel<2>(source, rows, num_groups, out, is_first); break;
+      case 1: tile_panel<1>(source, rows, stride, num_groups, out, is_first, ahead); break;
+      case 2: tile_panel<2>(source, rows, stride, num_groups, out, is_first, ahead); break;
 #if defined(__AVX512F__)
-      case 3: tile_panel<3>(source, rows, num_groups, out, is_first); break;
-      case 4: tile_panel<4>(source, rows, num_groups, out, is_first); break;
-      case 5: tile_panel<5>(source, rows, num_groups, out, is_first); break;
-      case 6: tile_panel<6>(source, rows, num_groups, out, is_first); break;
+      case 3: tile_panel<3>(source, rows, stride, num_groups, out, is_first, ahead); break;
+      case 4: tile_panel<4>(source, rows, stride, num_groups, out, is_first, ahead); break;
+      case 5: tile_panel<5>(source, rows, stride, num_groups, out, is_first, ahead); break;
+      case 6: tile_panel<6>(source, rows, stride, num_groups, out, is_first, ahead); break;
 #endif
     }
     num_rows -= n;
-    rows.first += n * rows.stride;
+    rows += n * stride;
     out += n * kPanelColumns;
   }
 }
 
 // Codes of 8 bits stay where they are; the rest goes to scratch.
 template <PanelKind K>
-static Block<arithmetic_of(K)> prepare(const Panel& panel, int first_group, int num_groups, uint8_t* scratch) {
-  Stream<K> source{panel.data + size_t(first_group) * group_bytes(K)};
+static Block<arithmetic_of(K)> prepare(Stream<K> source, int num_groups, uint8_t* scratch) {
   auto* scales = reinterpret_cast<float*>(scratch + size_t(kBlockGroups) * kGroup * kPanelColumns);
   const Block<arithmetic_of(K)> block{is_4bit(K) ? scratch : source.group,
                                       is_4bit(K) ? size_t(kGroup * kPanelColumns) : size_t(group_bytes(K)), scales};
-  for (int g = 0; g < num_groups; ++g, source.next(), scales += 2 * kPanelColumns) {
-    source.prefetch();
+  for (int g = 0; g < num_groups; ++g, source.advance(), scales += 2 * kPanelColumns) {
+    source.fetch_ahead();
 #pragma GCC unroll 2
     for (int column = 0; column < kPanelColumns; column += kLanes) {
       if (is_4bit(K)) {
@@ -237,28 +247,30 @@ static Block<arithmetic_of(K)> prepare(const Panel& panel, int first_group, int 
 }
 
 template <PanelKind K>
-static void matmul_kind(const Panel& panel, const QuantizedLayout& layout, const uint8_t* first_row, int num_rows, float* out, void* scratch) {
+static void matmul_kind(const Panel& panel, const ActivationRows& rows, int num_rows, float* out, void* scratch, const uint8_t* next) {
+  const int all = rows.num_groups;
   if (num_rows <= kDirectTiles * kTileRows) {
-    return tile_rows(Stream<K>{panel.data}, Rows(layout, first_row, 0), num_rows, layout.num_groups, out, true);
+    return tile_rows(Stream<K>(panel, next, 0, all), rows.first, rows.stride, num_rows, all, out, true, next, group_bytes(K));
   }
-  const int num_blocks = ceil_div(layout.num_groups, kBlockGroups), block_groups = ceil_div(layout.num_groups, num_blocks);
-  for (int group = 0; group < layout.num_groups; group += block_groups) {
-    const int num_groups = layout.num_groups - group < block_groups ? layout.num_groups - group : block_groups;
-    const auto block = prepare<K>(panel, group, num_groups, static_cast<uint8_t*>(scratch));
-    tile_rows(block, Rows(layout, first_row, group), num_rows, num_groups, out, group == 0);
+  const int num_blocks = ceil_div(all, kBlockGroups), block_groups = ceil_div(all, num_blocks);
+  for (int group = 0; group < all; group += block_groups) {
+    const int num_groups = all - group < block_groups ? all - group : block_groups;
+    const auto block = prepare<K>(Stream<K>(panel, next, group, all), num_groups, static_cast<uint8_t*>(scratch));
+    tile_rows(block, rows.first + group, rows.stride, num_rows, num_groups, out, group == 0, next + size_t(group) * group_bytes(K),
+              group_bytes(K));
   }
 }
 
-static void matmul(const Panel& panel, const QuantizedLayout& layout, const uint8_t* rows, int num_rows, float* out, void* scratch) {
+static void matmul(const Panel& panel, const ActivationRows& rows, int num_rows, float* out, void* scratch, const uint8_t* next) {
   switch (panel.kind) {
-    case PanelKind::sym4: return matmul_kind<PanelKind::sym4>(panel, layout, rows, num_rows, out, scratch);
-    case PanelKind::affine4: return matmul_kind<PanelKind::affine4>(panel, layout, rows, num_rows, out, scratch);
-    case PanelKind::affine4_wide: return matmul_kind<PanelKind::affine4_wide>(panel, layout, rows, num_rows, out, scratch);
-    case PanelKind::sym8: return matmul_kind<PanelKind::sym8>(panel, layout, rows, num_rows, out, scratch);
-    case PanelKind::sym8_wide: return matmul_kind<PanelKind::sym8_wide>(panel, layout, rows, num_rows, out, scratch);
-    case PanelKind::affine8: return matmul_kind<PanelKind::affine8>(panel, layout, rows, num_rows, out, scratch);
-    case PanelKind::affine8_wide: return matmul_kind<PanelKind::affine8_wide>(panel, layout, rows, num_rows, out, scratch);
-    case PanelKind::halves8: return matmul_kind<PanelKind::halves8>(panel, layout, rows, num_rows, out, scratch);
+    case PanelKind::sym4: return matmul_kind<PanelKind::sym4>(panel, rows, num_rows, out, scratch, next);
+    case PanelKind::affine4: return matmul_kind<PanelKind::affine4>(panel, rows, num_rows, out, scratch, next);
+    case PanelKind::affine4_wide: return matmul_kind<PanelKind::affine4_wide>(panel, rows, num_rows, out, scratch, next);
+    case PanelKind::sym8: return matmul_kind<PanelKind::sym8>(panel, rows, num_rows, out, scratch, next);
+    case PanelKind::sym8_wide: return matmul_kind<PanelKind::sym8_wide>(panel, rows, num_rows, out, scratch, next);
+    case PanelKind::affine8: return matmul_kind<PanelKind::affine8>(panel, rows, num_rows, out, scratch, next);
+    case PanelKind::affine8_wide: return matmul_kind<PanelKind::affine8_wide>(panel, rows, num_rows, out, scratch, next);
+    case PanelKind::halves8: return matmul_kind<PanelKind::halves8>(panel, rows, num_rows, out, scratch, next);
     case PanelKind::f32: return;  // takes f32 activations: matmul_exact
   }
 }

@@ -145,6 +145,9 @@ bool quantize_values(const float* values, bool wide, Group& g) {
     if (half_to_float(half) < scale) ++half;
     scale = half_to_float(half);
     fits = half >= 8 && half < 0x7c00;
+  } else if (wide) {
+    constexpr uint32_t dropped = (1u << (24 - kScaleBits)) - 1;
+    scale = bits_to_float((float_to_bits(scale) + dropped) & ~dropped);
   }
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   for (int i = 0; i < kGroup; ++i) g.codes[i] = uint8_t(std::lrintf(values[i] * inverse) + 128);
@@ -194,16 +197,17 @@ using namespace anabranch;
 
 extern "C" int64_t anb_panel_bytes(int kind, int k) { return int64_t(group_bytes(PanelKind(kind))) * ceil_div(k, kGroup); }
 
-// Pack `num_rows` rows of k weights, row_bytes apart, into ceil(num_rows / 32) panels of anb_panel_bytes each; `out` is zeroed.
+// Pack `num_rows` rows of k weights, row_bytes apart, into ceil(num_rows / 32) panels of anb_panel_bytes each, out_step bytes apart; `out`
+// is zeroed.
 // Returns 0, or the number of groups whose scale does not fit a half-precision panel (float formats only).
-extern "C" int64_t anb_pack(int format, const uint8_t* rows, int num_rows, int k, int64_t row_bytes, int kind_index, uint8_t* out) {
+extern "C" int64_t anb_pack(int format, const uint8_t* rows, int num_rows, int k, int64_t row_bytes, int kind_index, uint8_t* out, int64_t out_step) {
   const auto kind = PanelKind(kind_index);
   const auto from = Format(format);
   const int num_groups = ceil_div(k, kGroup), num_panels = ceil_div(num_rows, kPanelColumns);
   std::atomic<int64_t> num_misfits{0};
   PoolLease pool;
   pool->parallel_for(num_panels, [&](int panel, int) {
-    uint8_t* to = out + size_t(panel) * group_bytes(kind) * num_groups;
+    uint8_t* to = out + panel * out_step;
     const int num_columns = num_rows - panel * kPanelColumns < kPanelColumns ? num_rows - panel * kPanelColumns : kPanelColumns;
     for (int group = 0; group < num_groups; ++group, to += group_bytes(kind)) {
       for (int column = 0; column < num_columns; ++column) {

@@ -46,15 +46,15 @@ void futex_wake_all(std::atomic<T>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
 
-uint64_t now_ns() {
+constexpr uint64_t pack_span(uint32_t next, uint32_t end) { return uint64_t(next) << 32 | end; }
+
+}  // namespace
+
+uint64_t monotonic_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return uint64_t(t.tv_sec) * 1'000'000'000u + uint64_t(t.tv_nsec);
 }
-
-constexpr uint64_t pack_span(uint32_t next, uint32_t end) { return uint64_t(next) << 32 | end; }
-
-}  // namespace
 
 ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads), active_(num_threads_) {
   ranges_ = new Range[num_threads_];
@@ -131,7 +131,7 @@ void ThreadPool::run(int num_tasks, Task task, void* context) {
 
   uint64_t wait_start = 0;
   for (int spins = 0; num_unfinished_.load(std::memory_order_acquire) != 0; ++spins) {
-    if (spins == 64) wait_start = now_ns();  // short waits are not worth a clock read
+    if (spins == 64) wait_start = monotonic_ns();  // short waits are not worth a clock read
     if (spins < kSpins) {
       pause();
       continue;
@@ -142,7 +142,7 @@ void ThreadPool::run(int num_tasks, Task task, void* context) {
     caller_sleeps_.store(0, std::memory_order_relaxed);
   }
   if (wait_start != 0) {
-    const uint64_t waited = now_ns() - wait_start;
+    const uint64_t waited = monotonic_ns() - wait_start;
     if (waited > kStallNs) step_stalled_ns_ += waited;
   }
 }
@@ -171,7 +171,7 @@ void ThreadPool::worker_loop(int thread) {
 }
 
 void ThreadPool::begin_step() {
-  step_start_ns_ = now_ns();
+  step_start_ns_ = monotonic_ns();
   step_stalled_ns_ = 0;
 }
 
@@ -185,7 +185,7 @@ void ThreadPool::end_step() {
     if (--single_steps_left_ == 0) active_ = num_threads_;
     return;
   }
-  const uint64_t step_ns = now_ns() - step_start_ns_;
+  const uint64_t step_ns = monotonic_ns() - step_start_ns_;
   const bool is_inflated = step_stalled_ns_ > kInflatedNs && step_stalled_ns_ * 10 > step_ns;
   stats_.stalled_ns += step_stalled_ns_;
   stats_.num_inflated_steps += is_inflated;

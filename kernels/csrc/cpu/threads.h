@@ -16,6 +16,8 @@
 
 namespace anabranch {
 
+uint64_t monotonic_ns();
+
 class ThreadPool {
  public:
   // num_threads counts the caller. Workers start at the first parallel_for.
