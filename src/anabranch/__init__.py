@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _RUNTIME = {
     "Engine": "engine", "Completion": "engine", "EngineConfig": "config", "DebugConfig": "config",
-    "AnabranchError": "errors", "RequestError": "errors", "InvalidRequest": "errors", "RequestTimeout": "errors", "Cancelled": "errors",
+    "AnabranchError": "errors", "RequestError": "errors", "InvalidRequest": "errors", "RequestTimeout": "errors",
     "EngineLost": "errors", "EngineStartError": "errors", "ConfigError": "errors",
 }  # fmt: skip
 
