@@ -1,7 +1,6 @@
-"""The engine keeps the contract of `lang/backend.py`, in this process and over its socket; programs behave alike on both."""
+"""The contract of `lang/backend.py` over the engine's socket, and programs without a cache. Embedded: `test_language.py`."""
 
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,33 +32,15 @@ def engine_without_cache(tiny_model: Path) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["embedded", "connected"])
-def any_engine(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Engine]:
-    if request.param == "embedded":
-        yield engine
-        return
-    with Engine.connect(engine.address) as other:
-        yield other
-
-
-def settled(engine: Engine) -> dict[str, Any]:
-    """Stats once nothing is open; a client that left is noticed at the next sign of life, a second later at most."""
-    deadline = time.monotonic() + 10
-    while True:
-        stats: dict[str, Any] = engine.stats(check=True).result(WAIT)
-        if not (stats["branches"] or stats["requests"]) or time.monotonic() > deadline:
-            return stats
-        time.sleep(0.05)
-
-
-class TestTheEngineKeepsTheContract(BackendContract):
+class TestAConnectedEngineKeepsTheContract(BackendContract):
     many = 200
 
     @pytest.fixture
-    def backend(self, any_engine: Engine) -> Iterator[Engine]:
-        yield any_engine
-        gc.collect()
-        stats = any_engine.stats(check=True).result(WAIT)
+    def backend(self, engine: Engine) -> Iterator[Engine]:
+        with Engine.connect(engine.address) as other:
+            yield other
+            gc.collect()
+            stats = other.stats(check=True).result(WAIT)
         assert stats["check"] == "ok"
 
     def count(self, backend: Any) -> int:
@@ -68,17 +49,6 @@ class TestTheEngineKeepsTheContract(BackendContract):
     def is_settled(self, backend: Any) -> bool:
         stats = backend.stats().result(WAIT)
         return bool(stats["running"] == 0 and stats["waiting"] == 0)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.spelling}:{c.name}")
-def test_a_program_is_the_same_embedded_and_connected(case: Case, engine: Engine) -> None:
-    embedded = case.run(api, engine)
-    with Engine.connect(engine.address) as other:
-        connected = case.run(api, other)
-    assert embedded == connected
-    gc.collect()
-    stats = settled(engine)
-    assert stats["check"] == "ok" and stats["branches"] == 0 and stats["requests"] == 0
 
 
 ABOUT_ANSWERS = [case for case in CASES if case.name != "sharing_is_visible"]  # which looks at the cache itself
