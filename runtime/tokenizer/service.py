@@ -418,8 +418,8 @@ class TokenizerService:
             self._finish(operation)
         except Ended as ended:
             self._finish(operation, ended.error, is_failure=ended.error.type != "cancelled")
-        except RequestError as fault:
-            self._finish(operation, fault.to_wire())
+        except RequestError as fault:  # cancelled in the scheduler: the branch is as it was before
+            self._finish(operation, fault.to_wire(), is_failure=fault.type != "cancelled")
         except Exception as fault:
             log.exception("a %s failed", type(operation.body).__name__)
             self.counters["internal_errors"] += 1

@@ -71,6 +71,7 @@ from anabranch.runtime.tokenizer.validation import (
     Bounds,
     Stops,
     check_ids,
+    check_known,
     check_number,
     check_text,
     check_types,
@@ -160,7 +161,7 @@ class Steps:
                 branch.add_text(text, control=True)
             case Tokens(token_ids):
                 ids = check_ids(token_ids, "token_ids")
-                self.vocabulary.check_ids(ids)
+                check_known(ids, self.vocabulary, "token_ids")
                 branch.add_ids(ints(ids))
             case RoleBegin(role):
                 if len(check_text(role, "role")) > MAX_ROLE_CHARS:
@@ -365,7 +366,7 @@ class Steps:
             if isinstance(choice, str):
                 num_bytes += len(check_text(choice, "choices").encode())
             else:
-                self.vocabulary.check_ids(check_ids(choice, "choices"))
+                check_known(check_ids(choice, "choices"), self.vocabulary, "choices")
                 num_bytes += ID_BYTES * len(choice)
             if not choice:
                 raise InvalidRequest("choices must not hold an empty one", param="choices")

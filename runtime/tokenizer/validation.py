@@ -5,7 +5,7 @@ written. `sampling_of` needs the model and the branch: it turns what a user aske
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,14 @@ def check_ids(ids: object, param: str) -> tuple[int, ...]:
         if not is_int(token_id) or not 0 <= token_id < 2**31:
             raise refuse(param, token_id, "a list of token ids, integers from 0 up", "invalid_token_id")
     return tuple(ids)
+
+
+def check_known(ids: Iterable[int], vocabulary: Vocabulary, param: str) -> None:
+    """Raises InvalidRequest naming the first id that the model does not have."""
+    try:
+        vocabulary.check_ids(ids)
+    except InvalidRequest as fault:
+        raise InvalidRequest(fault.message, param=param, code=fault.code) from None
 
 
 def check_types(params: GenerateParams) -> None:
@@ -203,9 +211,9 @@ def sampling_of(params: GenerateParams, vocabulary: Vocabulary, stops: Stops, *,
     top_k -1 and 0 are off; top_p 0 means the likeliest token; a temperature below 1e-5 is greedy. End-of-sequence and
     stop tokens are banned until min_tokens; so are stop strings (the text before is not searched).
     """
-    vocabulary.check_ids(params.stop_token_ids)
+    check_known(params.stop_token_ids, vocabulary, "stop_token_ids")
     bias = dict(params.logit_bias or {})
-    vocabulary.check_ids(bias)
+    check_known(bias, vocabulary, "logit_bias")
     ends = () if params.ignore_eos else vocabulary.eos_token_ids
     stop_ids = tuple(dict.fromkeys((*ends, *params.stop_token_ids, *stops.named)))
     is_greedy = params.top_p == 0.0 or params.temperature < GREEDY_BELOW
