@@ -25,7 +25,6 @@ Floats = NDArray[np.float32]
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
 MAX_UNIT_PANELS = 16  # of the heads that one task projects; see kMaxPanels in executor.cpp
 OP_NAMES = ("embed", "attention_input", "attention", "linear_add", "gated_mlp_input", "logits")  # by OpKind
-NO_INTS = np.zeros(1, np.int32)
 
 
 class CpuMatrix:
@@ -271,13 +270,13 @@ class CompiledStep:
         self._logits = np.empty(0, np.float32)
 
     def __call__(self, batch: StepBatch) -> Floats:
-        arrays, args = _step_args(batch)
+        lists, args = _step_args(batch)
         vocab_size, num_logits = self._recorder.vocab_size, len(batch.logit_rows)
         if self._logits.size < num_logits * vocab_size:
             self._logits = np.empty(num_logits * vocab_size, np.float32)
         args.logits = self._logits.ctypes.data
         error = self._library.anb_program_run(self._recorder.program, args)
-        del arrays  # they had to live until here
+        del lists  # it had to live until here
         if error is not None:
             raise LayoutError(error.decode())
         return self._logits[: num_logits * vocab_size].reshape(num_logits, vocab_size)
@@ -294,27 +293,32 @@ class CompiledStep:
             self._library.anb_rope_free(rope)
 
 
-def _step_args(batch: StepBatch) -> tuple[list[Ints], native.StepArgs]:
+def _step_args(batch: StepBatch) -> tuple[Ints, native.StepArgs]:
+    """The batch as the native step takes it, and the array that its pointers point into. All lists go into one: a pointer costs a microsecond."""
     num_rows, num_tokens = batch.num_rows, batch.num_tokens
-    expected = (("q_indptr", num_rows + 1), ("page_indptr", num_rows + 1), ("positions", num_tokens))
-    for name, size in expected:
-        if len(getattr(batch, name)) != size:
-            raise LayoutError(f"{name} of {len(getattr(batch, name))} for {num_rows} rows of {num_tokens} tokens: expected {size}")
+    if len(batch.q_indptr) != num_rows + 1 or len(batch.page_indptr) != num_rows + 1 or len(batch.positions) != num_tokens:
+        raise LayoutError(
+            f"{num_rows} rows of {num_tokens} tokens with q_indptr of {len(batch.q_indptr)}, page_indptr of {len(batch.page_indptr)} "
+            f"and positions of {len(batch.positions)}: expected {num_rows + 1}, {num_rows + 1} and {num_tokens}"
+        )
     trees, groups = batch.trees, batch.groups
-    tree_rows = np.array([tree.row for tree in trees], np.int32) if trees else NO_INTS
-    tree_indptr = np.cumsum([0, *(len(tree.parents) for tree in trees)], dtype=np.int32) if trees else NO_INTS
-    parents = np.concatenate([tree.parents for tree in trees]) if trees else NO_INTS
-    shared = np.array([(g.first_row, g.last_row, g.num_tokens) for g in groups], np.int32) if groups else NO_INTS
-    lists = (
-        batch.q_indptr, batch.kv_lens, batch.page_indptr, batch.page_ids, tree_rows, tree_indptr, parents, shared,
-        batch.token_ids, batch.positions, batch.logit_rows,
-    )  # fmt: skip
-    arrays = [np.ascontiguousarray(array, np.int32) for array in lists]
-    at = [array.ctypes.data for array in arrays]
+    tree_lists: tuple[Ints, ...] = ()
+    if trees:
+        ends = np.cumsum([0, *(len(tree.parents) for tree in trees)])
+        tree_lists = (np.array([tree.row for tree in trees]), ends, *(tree.parents for tree in trees))
+    shared = [np.array([(g.first_row, g.last_row, g.num_tokens) for g in groups]).reshape(-1)] if groups else []
+    fixed = (batch.q_indptr, batch.kv_lens, batch.page_indptr, batch.page_ids, batch.token_ids, batch.positions, batch.logit_rows)
+    flat = np.concatenate((*fixed, *tree_lists, *shared), dtype=np.int32, casting="same_kind")
+    at, pointers = flat.ctypes.data, []
+    for size in (*map(len, fixed), len(trees), len(trees) + 1 if trees else 0, sum(map(len, tree_lists[2:]))):
+        pointers.append(at)
+        at += 4 * size
+    q_indptr, kv_lens, page_indptr, page_ids, token_ids, positions, logit_rows, *tree_pointers = pointers
     args = native.StepArgs(
-        num_rows, num_tokens, len(trees), len(groups), len(batch.page_ids), 0, *at[:8], len(batch.logit_rows), 0, *at[8:]
-    )
-    return arrays, args
+        num_rows, num_tokens, len(trees), len(groups), len(batch.page_ids), 0, q_indptr, kv_lens, page_indptr, page_ids,
+        *tree_pointers, at, len(batch.logit_rows), 0, token_ids, positions, logit_rows,
+    )  # fmt: skip
+    return flat, args
 
 
 class CpuBackend:

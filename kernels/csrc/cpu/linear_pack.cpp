@@ -164,15 +164,20 @@ void put_scale(uint8_t* scales, bool wide, int at, float value) {
   }
 }
 
-void put_group(PanelKind kind, int column, Group& g, uint8_t* out) {
+// Codes go out by words of four k: byte sums never carry, since code + shift < 256.
+void put_group(PanelKind kind, int column, const Group& g, uint8_t* out) {
   const int shift = is_affine(kind) ? 0 : (is_4bit(kind) ? 8 : 128) - g.zero;
-  for (int i = 0; i < kGroup; ++i) {
-    const int code = g.codes[i] + shift;
-    if (is_4bit(kind)) {
-      out[i / 8 * 4 * kPanelColumns + column * 4 + i % 4] |= uint8_t(i % 8 < 4 ? code : code << 4);
-    } else {
-      out[i / 4 * 4 * kPanelColumns + column * 4 + i % 4] = uint8_t(code);
+  uint32_t words[8];
+  std::memcpy(words, g.codes, sizeof words);
+  for (uint32_t& word : words) word += uint32_t(shift) * 0x01010101u;
+  uint8_t* to = out + column * 4;
+  if (is_4bit(kind)) {
+    for (int i = 0; i < 8; i += 2, to += 4 * kPanelColumns) {
+      const uint32_t both = words[i] | words[i + 1] << 4;
+      std::memcpy(to, &both, 4);
     }
+  } else {
+    for (int i = 0; i < 8; ++i, to += 4 * kPanelColumns) std::memcpy(to, &words[i], 4);
   }
   uint8_t* scales = out + code_bytes(kind);
   put_scale(scales, is_wide(kind), column, g.scale[0]);

@@ -182,8 +182,8 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         (wrong(good, token_ids=-ids - 1), "token 0 has id -"),
         (wrong(good, logit_rows=ints([25])), r"logit_rows\[0\] is 25, but the step has 25 tokens"),
         (wrong(good, positions=good.positions - 1), "token 0 has position -1"),
-        (wrong(good, positions=good.positions[:-1]), "positions of 24"),
-        (wrong(good, q_indptr=good.q_indptr[:-1]), "q_indptr of 2 for 2 rows"),
+        (wrong(good, positions=good.positions[:-1]), "positions of 24: expected 3, 3 and 25"),
+        (wrong(good, q_indptr=good.q_indptr[:-1]), "2 rows of 25 tokens with q_indptr of 2"),
         (wrong(good, page_ids=good.page_ids + 64), "page"),
     ):
         with pytest.raises(LayoutError, match=message):
