@@ -96,7 +96,7 @@ def build(cache_dir: Path | None = None, compiler: str | None = None, sources: P
     directory = cache_dir or default_cache_dir()
     library = directory / f"anabranch-cpu-{source_key(cxx, sources)}.so"
     try:
-        _make_private(directory)
+        make_private(directory)
         if _is_ours(library):
             return library
         with open(directory / f"{library.stem}.lock", "w") as lock:
@@ -108,8 +108,8 @@ def build(cache_dir: Path | None = None, compiler: str | None = None, sources: P
     return library
 
 
-def _make_private(directory: Path) -> None:
-    """We will execute what lies there: it must be ours, and nobody else may write to it."""
+def make_private(directory: Path) -> None:
+    """We will run or trust what lies there: it must be ours, and nobody else may write to it. Raises BuildError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = directory.stat()
     if status.st_uid != os.geteuid():

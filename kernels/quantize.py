@@ -11,12 +11,14 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.kernels.formats import FORMATS, RawTensor
 from anabranch.kernels.layout import LayoutError
+from anabranch.kernels.packed_cache import PackedCache
 
 Bytes = NDArray[np.uint8]
 PANEL_COLUMNS = 32
@@ -103,30 +105,58 @@ def check_matrix(raw: RawTensor) -> None:
         raise LayoutError(f"{raw.name}: the bytes of a row must be contiguous")
 
 
-def pack(library: ctypes.CDLL, parts: Sequence[RawTensor], arena: Arena, *, is_exact: bool, interleave: bool = False) -> list[PackedPart]:
-    """Each part in panels, one part after the other; interleaved, panel i of every part comes before panel i + 1 of any.
+class Packer:
+    """Packs the matrices of one model, on all threads of the pool, or finds them packed in a cache."""
 
-    Cost: reads the tensors once, on all threads of the pool.
-    """
-    if interleave and len({(part.shape, KIND_OF[part.format]) for part in parts}) == 1:
-        kind = PanelKind.F32 if is_exact else KIND_OF[parts[0].format]
-        packed, num_misfits = _pack_as(library, parts, arena, kind)
-        if num_misfits:  # scales beyond half precision: rare, and only in float checkpoints
-            packed, _ = _pack_as(library, parts, arena, PanelKind.SYM8_WIDE)
-        return packed
-    return [packed for part in parts for packed in pack(library, [part], arena, is_exact=is_exact, interleave=True)]
+    def __init__(self, library: ctypes.CDLL, *, is_exact: bool, cache: PackedCache | None = None) -> None:
+        self.library, self.is_exact, self._cache = library, is_exact, cache
+        self.arena = Arena()
 
+    def pack(self, parts: Sequence[RawTensor], *, interleave: bool = False) -> list[PackedPart]:
+        """Each part in panels, one part after the other; interleaved, panel i of every part comes before panel i + 1 of any."""
+        are_alike = len({(part.shape, KIND_OF[part.format]) for part in parts}) == 1
+        runs = [parts] if interleave and are_alike else [[part] for part in parts]
+        return [packed for run in runs for packed in self._pack_run(run)]
 
-def _pack_as(library: ctypes.CDLL, parts: Sequence[RawTensor], arena: Arena, kind: PanelKind) -> tuple[list[PackedPart], int]:
-    """Parts of one shape, interleaved."""
-    num_rows, k = parts[0].shape
-    num_panels = -(-num_rows // PANEL_COLUMNS)
-    panels = arena.take(num_panels * len(parts) * library.anb_panel_bytes(kind, k)).reshape(num_panels, len(parts), -1)
-    packed, num_misfits = [], 0
-    for i, raw in enumerate(parts):
-        own = panels[:, i]
-        num_misfits += library.anb_pack(
-            FORMAT_CODES[raw.format], raw.data.ctypes.data, num_rows, k, raw.data.strides[0], kind, own.ctypes.data, own.strides[0]
-        )
-        packed.append(PackedPart(kind, num_rows, own))
-    return packed, num_misfits
+    def finish(self) -> None:
+        """Keep for the next start what had to be packed."""
+        if self._cache is not None:
+            self._cache.save()
+
+    def _pack_run(self, run: Sequence[RawTensor]) -> list[PackedPart]:
+        """Parts of one shape, interleaved."""
+        kinds = self._kinds_of(run[0].format)
+        name = "+".join(part.name for part in run)
+        found = self._cache.find(name, {kind: self._shape(run, kind) for kind in kinds}) if self._cache else None
+        if found is None:
+            kind, panels = self._pack_new(run, kinds)
+            if self._cache is not None:
+                self._cache.add(name, kind, panels)
+        else:
+            kind, panels = PanelKind(found[0]), found[1]
+        return [PackedPart(kind, part.shape[0], panels[:, i]) for i, part in enumerate(run)]
+
+    def _kinds_of(self, form: str) -> tuple[PanelKind, ...]:
+        if self.is_exact:
+            return (PanelKind.F32,)
+        # Scales beyond half precision are rare, and only in float checkpoints.
+        return (PanelKind.SYM8, PanelKind.SYM8_WIDE) if FORMATS[form].block == 1 else (KIND_OF[form],)
+
+    def _shape(self, run: Sequence[RawTensor], kind: PanelKind) -> tuple[int, ...]:
+        num_rows, k = run[0].shape
+        return -(-num_rows // PANEL_COLUMNS), len(run), int(self.library.anb_panel_bytes(kind, k))
+
+    def _pack_new(self, run: Sequence[RawTensor], kinds: tuple[PanelKind, ...]) -> tuple[PanelKind, Bytes]:
+        """In the first of `kinds` that all scales fit."""
+        for kind in kinds:
+            shape = self._shape(run, kind)
+            panels = self.arena.take(prod(shape)).reshape(shape)
+            num_misfits = 0
+            for i, raw in enumerate(run):
+                num_misfits += self.library.anb_pack(
+                    FORMAT_CODES[raw.format], raw.data.ctypes.data, *raw.shape, raw.data.strides[0], kind,
+                    panels[:, i].ctypes.data, panels.strides[0],
+                )  # fmt: skip
+            if num_misfits == 0:
+                break
+        return kind, panels

@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.kernels import packed_cache
 from anabranch.kernels.backends import cpu_native as native
 from anabranch.kernels.backends import cpu_sampling
 from anabranch.kernels.backends.cpu_native import OpKind
 from anabranch.kernels.formats import RawTensor, dequantize
 from anabranch.kernels.interface import AttentionShape, Forward, Rope
 from anabranch.kernels.layout import Ints, KVSpec, LayoutError, Sampled, SamplingBatch, StepBatch
-from anabranch.kernels.quantize import FORMAT_CODES, PANEL_COLUMNS, Arena, PackedPart, check_matrix, pack
+from anabranch.kernels.packed_cache import PackedCache
+from anabranch.kernels.quantize import FORMAT_CODES, PANEL_COLUMNS, Arena, PackedPart, Packer, check_matrix
 
 Floats = NDArray[np.float32]
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
@@ -30,7 +32,7 @@ OP_NAMES = ("embed", "attention_input", "attention", "linear_add", "gated_mlp_in
 class CpuMatrix:
     """Weights as files have them, packed into panels when first multiplied with (a table that is only read never is)."""
 
-    def __init__(self, library: ctypes.CDLL, parts: Sequence[RawTensor], bias: Sequence[RawTensor], arena: Arena, *, is_exact: bool) -> None:
+    def __init__(self, packer: Packer, parts: Sequence[RawTensor], bias: Sequence[RawTensor]) -> None:
         if not parts:
             raise LayoutError("a matrix needs at least one part")
         for part in parts:
@@ -38,7 +40,7 @@ class CpuMatrix:
         if len({part.shape[1] for part in parts}) > 1:
             raise LayoutError(f"parts of one matrix differ in columns: {[(part.name, part.shape) for part in parts]}")
         self.num_rows, self.k = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        self._library, self._parts, self._arena, self._is_exact = library, tuple(parts), arena, is_exact
+        self._packer, self._parts = packer, tuple(parts)
         self._bias = np.concatenate([_vector(part) for part in bias]) if bias else None
         if self._bias is not None and len(self._bias) != self.num_rows:
             raise LayoutError(f"{parts[0].name}: bias of {len(self._bias)} values for {self.num_rows} rows")
@@ -54,13 +56,13 @@ class CpuMatrix:
     def native_matrix(self, *, paired: bool = False) -> native.Matrix:
         """The packed matrix; valid as long as this object. Paired: panel i of the first half of rows, then panel i of the second half."""
         if self._panels is None:
-            self._packed = pack(self._library, self._parts, self._arena, is_exact=self._is_exact, interleave=paired)
+            self._packed = self._packer.pack(self._parts, interleave=paired)
             self._panels = _panel_table(self._packed)
             if paired:
                 self._panels = self._panels.reshape(2, -1).T.flatten()
             bias = None if self._bias is None else self._bias.ctypes.data
             self._native = native.Matrix(
-                self._panels.ctypes.data, bias, len(self._panels), self.num_rows, self.k, int(self._is_exact)
+                self._panels.ctypes.data, bias, len(self._panels), self.num_rows, self.k, int(self._packer.is_exact)
             )
             self._is_paired = paired
         assert self._is_paired == paired, "one matrix is used in two ways that need different orders"
@@ -79,7 +81,7 @@ class CpuMatrix:
         if x.ndim != 2 or x.shape[1] != self.k:
             raise LayoutError(f"a matrix of {self.k} columns cannot take x of shape {x.shape}")
         out = np.empty((len(x), self.num_rows), np.float32)
-        self._library.anb_matmul(self.native_matrix(), x.ctypes.data, len(x), out.ctypes.data)
+        self._packer.library.anb_matmul(self.native_matrix(), x.ctypes.data, len(x), out.ctypes.data)
         return out
 
 
@@ -294,7 +296,7 @@ class CompiledStep:
 
 
 def _step_args(batch: StepBatch) -> tuple[Ints, native.StepArgs]:
-    """The batch as the native step takes it, and the array that its pointers point into. All lists go into one: a pointer costs a microsecond."""
+    """The batch as the native step takes it, and the array that its pointers point into: one for all lists, as each costs microseconds."""
     num_rows, num_tokens = batch.num_rows, batch.num_tokens
     if len(batch.q_indptr) != num_rows + 1 or len(batch.page_indptr) != num_rows + 1 or len(batch.positions) != num_tokens:
         raise LayoutError(
@@ -324,17 +326,26 @@ def _step_args(batch: StepBatch) -> tuple[Ints, native.StepArgs]:
 class CpuBackend:
     """precision    "fast" | "exact"
     num_threads  of the process's pool; None: every core this process may use
+    cache_dir    where the native library is built; None: the user's cache
+    cache_key    a digest of the model's files: packed weights are kept under it and mapped by the next start. None: not kept
+    weights_dir  where; None: the user's cache
     Raises       build.BuildError where the native library cannot be built
     """
 
     name = "cpu"
 
-    def __init__(self, *, precision: str = "fast", num_threads: int | None = None, cache_dir: Path | None = None) -> None:
+    def __init__(
+        self, *, precision: str = "fast", num_threads: int | None = None, cache_dir: Path | None = None, cache_key: str | None = None,
+        weights_dir: Path | None = None,
+    ) -> None:  # fmt: skip
         if precision not in ("fast", "exact"):
             raise ValueError(f"precision must be 'fast' or 'exact', got {precision!r}")
         self.precision = precision
         self._library = cpu_sampling.declare(native.library(cache_dir))
-        self._arena = Arena()
+        cache = None
+        if cache_key is not None:
+            cache = PackedCache(weights_dir or packed_cache.default_cache_dir(), f"{precision}:{cache_key}")
+        self._packer = Packer(self._library, is_exact=precision == "exact", cache=cache)
         if num_threads is not None:
             self.set_num_threads(num_threads)
 
@@ -348,7 +359,7 @@ class CpuBackend:
         self._library.anb_set_num_threads(num_threads)
 
     def matrix(self, parts: Sequence[RawTensor], bias: Sequence[RawTensor] = ()) -> CpuMatrix:
-        return CpuMatrix(self._library, parts, bias, self._arena, is_exact=self.precision == "exact")
+        return CpuMatrix(self._packer, parts, bias)
 
     def vector(self, raw: RawTensor) -> Floats:
         return _vector(raw)
@@ -360,6 +371,7 @@ class CpuBackend:
         recorder = Recorder(self._library, kv)
         step = CompiledStep(self._library, recorder)
         forward(recorder)
+        self._packer.finish()
         return step
 
     def sample(self, logits: Floats, batch: SamplingBatch) -> Sampled:
