@@ -1,6 +1,7 @@
 """Token logs against a list of (id, origin, op); pieces against joint encoding."""
 
 import time
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def test_a_log_and_its_copies_are_lists_of_tokens(steps: list[tuple]) -> None:  
                 assert as_ints(log.since(start)).tolist() == [t[0] for t in tokens[start:]]
             spans = log.spans()
             assert [(s.origin, s.op) for s in spans for _ in range(s.start, s.stop)] == [t[1:] for t in tokens]
-            assert all((a.origin, a.op) != (b.origin, b.op) for a, b in zip(spans, spans[1:]))
+            assert all((a.origin, a.op) != (b.origin, b.op) for a, b in pairwise(spans))
 
 
 def test_a_fork_costs_the_same_at_any_length() -> None:

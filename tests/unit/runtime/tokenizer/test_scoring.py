@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from support.service import vocabulary_of
 from support.tokenizers import byte_bpe_tokenizer, sentencepiece_style_tokenizer
 
-from anabranch.runtime.tokenizer.scoring import METHODS, best_of, rank_greedily, relative_to_no_context, tokenize_choices
+from anabranch.runtime.tokenizer.scoring import (
+    METHODS,
+    best_of,
+    rank_greedily,
+    relative_to_no_context,
+    tokenize_choices,
+)
 from anabranch.runtime.tokenizer.vocabulary import Part, Vocabulary
 
 TEXTS = st.text(st.sampled_from("the quick brownfx.\n"), min_size=1, max_size=12)
