@@ -1,15 +1,21 @@
 #include "threads.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 
-#include <cerrno>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <new>
+#include <set>
+#include <string>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -36,15 +42,29 @@ inline void pause() {
 #endif
 }
 
+#if defined(__linux__)
+
 template <class T>
-void futex_wait(std::atomic<T>* word, T expected) {
+void wait_on(std::atomic<T>* word, T expected) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, static_cast<uint32_t>(expected), nullptr, nullptr, 0);
 }
 
 template <class T>
-void futex_wake_all(std::atomic<T>* word) {
+void wake_all(std::atomic<T>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
+
+#else  // callers check again whatever woke them
+
+template <class T>
+void wait_on(std::atomic<T>*, T) {
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+
+template <class T>
+void wake_all(std::atomic<T>*) {}
+
+#endif
 
 constexpr uint64_t pack_span(uint32_t next, uint32_t end) { return uint64_t(next) << 32 | end; }
 
@@ -64,7 +84,7 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num
 ThreadPool::~ThreadPool() {
   stop_.store(true);
   epoch_.fetch_add(1);
-  futex_wake_all(&epoch_);
+  wake_all(&epoch_);
   while (num_alive_.load() > 0) sched_yield();
   for (int i = 0; i < num_threads_; ++i) std::free(scratch_[i].data);
   delete[] scratch_;
@@ -124,7 +144,7 @@ void ThreadPool::run(int num_tasks, Task task, void* context) {
     ranges_[t].span.store(pack_span(begin, end), std::memory_order_release);
   }
   epoch_.fetch_add(1, std::memory_order_seq_cst);
-  if (num_sleeping_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&epoch_);
+  if (num_sleeping_.load(std::memory_order_seq_cst) > 0) wake_all(&epoch_);
 
   const int num_done = take_tasks(0);
   if (num_unfinished_.fetch_sub(num_done, std::memory_order_acq_rel) == num_done) return;
@@ -138,7 +158,7 @@ void ThreadPool::run(int num_tasks, Task task, void* context) {
     }
     caller_sleeps_.store(1, std::memory_order_seq_cst);
     const int32_t left = num_unfinished_.load(std::memory_order_seq_cst);
-    if (left != 0) futex_wait(&num_unfinished_, left);
+    if (left != 0) wait_on(&num_unfinished_, left);
     caller_sleeps_.store(0, std::memory_order_relaxed);
   }
   if (wait_start != 0) {
@@ -157,7 +177,7 @@ void ThreadPool::worker_loop(int thread) {
         continue;
       }
       num_sleeping_.fetch_add(1, std::memory_order_seq_cst);
-      if (epoch_.load(std::memory_order_seq_cst) == seen) futex_wait(&epoch_, seen);
+      if (epoch_.load(std::memory_order_seq_cst) == seen) wait_on(&epoch_, seen);
       num_sleeping_.fetch_sub(1, std::memory_order_relaxed);
     }
     seen = epoch_.load(std::memory_order_acquire);
@@ -165,7 +185,7 @@ void ThreadPool::worker_loop(int thread) {
     const int num_done = take_tasks(thread);
     if (num_done == 0) continue;
     const bool is_last = num_unfinished_.fetch_sub(num_done, std::memory_order_seq_cst) == num_done;
-    if (is_last && caller_sleeps_.load(std::memory_order_seq_cst) != 0) futex_wake_all(&num_unfinished_);
+    if (is_last && caller_sleeps_.load(std::memory_order_seq_cst) != 0) wake_all(&num_unfinished_);
   }
   num_alive_.fetch_sub(1);
 }
@@ -216,11 +236,44 @@ void forget_pool() {
 
 const int at_fork_registered = pthread_atfork(nullptr, nullptr, forget_pool);
 
-int usable_cores() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  return int(std::thread::hardware_concurrency());
+#if defined(__linux__)
+
+std::string first_line(const std::string& path) {
+  char line[256] = "";
+  if (FILE* file = std::fopen(path.c_str(), "r")) {
+    if (std::fgets(line, sizeof line, file) == nullptr) line[0] = 0;
+    std::fclose(file);
+  }
+  return line;
 }
+
+// Cores that this process may run on: hyperthreads of one core count once, since each of our threads fills its core.
+int allowed_cores() {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return int(std::thread::hardware_concurrency());
+  std::set<std::string> cores;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    const std::string siblings = first_line("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+    cores.insert(siblings.empty() ? std::to_string(cpu) : siblings);
+  }
+  return int(cores.size());
+}
+
+// What a container's quota of CPU time comes to, rounded up.
+int quota_cores() {
+  long long quota, period;
+  if (std::sscanf(first_line("/sys/fs/cgroup/cpu.max").c_str(), "%lld %lld", &quota, &period) != 2 || period <= 0) return 1 << 20;
+  return int(std::max<long long>(1, (quota + period - 1) / period));
+}
+
+int usable_cores() { return std::max(1, std::min(allowed_cores(), quota_cores())); }
+
+#else
+
+int usable_cores() { return std::max(1, int(std::thread::hardware_concurrency())); }
+
+#endif
 
 }  // namespace
 
