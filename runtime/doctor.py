@@ -2,11 +2,8 @@
 
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-
-import numpy as np
 
 from anabranch.kernels import build, registry
 from anabranch.runtime.config import cache_dir
@@ -43,22 +40,15 @@ def report() -> Iterator[tuple[str, str]]:
 
 
 def limits() -> Iterator[tuple[str, str]]:
-    """Measured ceilings of this machine, medians of several runs: what a step can hope for."""
-    for name, num_bytes in (("read 64 MiB (cache)", 64 << 20), ("read 1 GiB (memory)", 1 << 30)):
-        data = np.ones(num_bytes // 4, np.float32)
-        yield name, f"{num_bytes / _median_seconds(lambda d=data: d.sum()) / 1e9:.1f} GB/s, one thread"  # type: ignore[misc]
-    a = np.ones((1536, 1536), np.float32)
-    yield "f32 matrix product", f"{2 * 1536**3 / _median_seconds(lambda: a @ a) / 1e9:.0f} GFLOP/s, all threads"
+    """Measured ceilings of this machine, all threads: what a step can hope for. Raises BuildError without a compiler."""
+    from anabranch.kernels.limits import measure
 
-
-def _median_seconds(action: Callable[[], object], repeats: int = 7) -> float:
-    action()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[repeats // 2]
+    found = measure()
+    yield "kernels", f"{found.isa}, {found.num_threads} threads"
+    yield "8-bit products", f"{found.byte_ops_per_s / 1e9:,.0f} G operations/s"
+    yield "f32 products", f"{found.float_ops_per_s / 1e9:,.0f} GFLOP/s"
+    for num_bytes, rate in found.read_bytes_per_s.items():
+        yield f"read {num_bytes >> 20} MiB", f"{rate / 1e9:.1f} GB/s"
 
 
 def _version(name: str) -> str:
