@@ -3,57 +3,22 @@
 // Few rows: every thread norms and quantizes all of them for itself, which is cheaper than a barrier. Many rows: a loop of its own
 // does it once. Either way a row's arithmetic is the same, and only which thread did it differs.
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <string>
 #include <vector>
 
 #include "cpu_api.h"
-#include "elementwise.h"
+#include "operand.h"
+#include "rope.h"
 #include "threads.h"
 
 namespace anabranch {
 
-struct RopeTable {
-  static constexpr int kBlock = 256;  // positions tabulated at a time
-  std::vector<double> inv_freq;
-  double magnitude;
-  std::vector<std::vector<float>> blocks;  // [kBlock][cos num_pairs, sin num_pairs] each
-
-  std::vector<const float*> rows;          // of the step in hand: each token's cosines and sines
-
-  int num_pairs() const { return int(inv_freq.size()); }
-
-  void extend_to(int position) {
-    while (int(blocks.size()) <= position / kBlock) {
-      std::vector<float> block(size_t(kBlock) * 2 * num_pairs());
-      const int64_t first = int64_t(blocks.size()) * kBlock;
-      for (int p = 0; p < kBlock; ++p) {
-        for (int i = 0; i < num_pairs(); ++i) {
-          const double angle = double(first + p) * inv_freq[i];
-          block[size_t(p) * 2 * num_pairs() + i] = float(std::cos(angle) * magnitude);
-          block[size_t(p) * 2 * num_pairs() + num_pairs() + i] = float(std::sin(angle) * magnitude);
-        }
-      }
-      blocks.push_back(std::move(block));
-    }
-  }
-
-  // Blocks never move once made.
-  void begin_step(const int32_t* positions, int num_tokens, int last) {
-    extend_to(last);
-    rows.resize(num_tokens);
-    for (int t = 0; t < num_tokens; ++t) rows[t] = blocks[positions[t] / kBlock].data() + size_t(positions[t] % kBlock) * 2 * num_pairs();
-  }
-};
-
 namespace {
 
-constexpr int kRowBlock = 480;        // rows of one task at most,
-constexpr size_t kRowBlockBytes = 768 * 1024;  // so that their operands stay in the second-level cache while panels come and go
-constexpr int kRowStep = 6;           // blocks are whole tiles of the widest variant
 constexpr int kMaxPanels = 32;        // of one task
 constexpr int kRedundantRows = 2;     // up to so many, each thread prepares all rows for itself
+constexpr int kMaxPositions = 1 << 26;
 constexpr int kLogitPanels = 8;       // panels per task of the output projection
 
 // Memory that grows and is kept.
@@ -63,9 +28,11 @@ class Buffer {
   uint8_t* resize(size_t num_bytes) {
     if (num_bytes > capacity_) {
       std::free(data_);
-      capacity_ = round_up(num_bytes + num_bytes / 4, 4096);
-      data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, capacity_));
+      capacity_ = 0;
+      const size_t wanted = round_up(num_bytes + num_bytes / 4, 4096);
+      data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, wanted));
       if (data_ == nullptr) throw std::bad_alloc();
+      capacity_ = wanted;
     }
     return data_;
   }
@@ -85,65 +52,9 @@ struct Activations {
   Buffer memory;
 };
 
-// Rows as a matrix product takes them: quantized records, or f32.
-struct Operand {
-  const uint8_t* rows;
-  size_t row_bytes;
-};
-
 struct PanelRange {
   int first, count;
 };
-
-// Where a task's sums of `matmul` go: [panel][row][32].
-struct Tile {
-  float* sums;
-  int first_row, num_rows;
-  float* panel(int p) const { return sums + size_t(p) * num_rows * kPanelColumns; }
-  Sums all(int first_panel, int num_panels) const { return {panel(first_panel), num_panels, num_rows}; }
-};
-
-size_t operand_bytes(const Matrix& matrix) {
-  return matrix.is_exact ? round_up(size_t(matrix.k) * 4, 64) : row_stride(matrix.num_groups()) * sizeof(ActivationGroup);
-}
-
-// Rows of a block: all blocks are about equal.
-int row_block(int num_rows, const Matrix& matrix) {
-  const int limit = std::max(kRowStep, std::min(kRowBlock, int(kRowBlockBytes / operand_bytes(matrix))));
-  return int(round_up(ceil_div(num_rows, ceil_div(std::max(num_rows, 1), limit)), kRowStep));
-}
-
-void add_bias(const Matrix& matrix, const Panel& panel, float* sums, int num_rows) {
-  if (matrix.bias != nullptr) element_ops().add_bias(sums, num_rows, matrix.bias + panel.first_column, panel.num_columns);
-}
-
-void multiply(const Matrix& matrix, int panel, const Operand& x, const Tile& tile, int at, void* scratch, const uint8_t* next) {
-  const Panel& p = matrix.panels[panel];
-  const uint8_t* rows = x.rows + size_t(tile.first_row) * x.row_bytes;
-  if (matrix.is_exact) {
-    linear_ops().matmul_exact(p, matrix.k, reinterpret_cast<const float*>(rows), x.row_bytes / 4, tile.num_rows, tile.panel(at));
-  } else {
-    const ActivationRows groups{reinterpret_cast<const ActivationGroup*>(rows), matrix.num_groups(), int(x.row_bytes / sizeof(ActivationGroup))};
-    linear_ops().matmul(p, groups, tile.num_rows, tile.panel(at), scratch, next);
-  }
-  add_bias(matrix, p, tile.panel(at), tile.num_rows);
-}
-
-// One activation row in the form that `matrix` takes.
-void prepare_row(const Matrix& matrix, const float* x, const float* norm, float eps, float* normed, uint8_t* out) {
-  const int k = matrix.k;
-  if (matrix.is_exact) {
-    auto* to = reinterpret_cast<float*>(out);
-    if (norm != nullptr) {
-      element_ops().norm_row(x, norm, k, eps, to);
-    } else {
-      std::memcpy(to, x, size_t(k) * 4);
-    }
-    return;
-  }
-  if (norm != nullptr) element_ops().norm_row(x, norm, k, eps, normed);
-  element_ops().quantize_row(norm != nullptr ? normed : x, k, reinterpret_cast<ActivationGroup*>(out));
-}
 
 }  // namespace
 
@@ -172,6 +83,7 @@ class Run {
     for (const OpSpec& op : program.ops) {
       if (op.matrix != nullptr) widest_ = std::max({widest_, round_up(size_t(op.matrix->k) * 4, 64), operand_bytes(*op.matrix)});
     }
+    for (int thread = 0; thread < pool.num_threads(); ++thread) memory(thread);  // here, where it may fail
   }
 
   void run() {
@@ -451,17 +363,17 @@ const char* check(Program& program, const StepArgs& step) {
       }
     }
   }
-  int last = 0;
   for (int t = 0; t < num_tokens; ++t) {
-    if (step.positions[t] < 0 || step.positions[t] >= 1 << 26) return fail(program, "token %d has position %d, outside [0, %d)", t, step.positions[t], 1 << 26);
-    last = std::max(last, step.positions[t]);
+    if (step.positions[t] < 0 || step.positions[t] >= kMaxPositions) {
+      return fail(program, "token %d has position %d, outside [0, %d)", t, step.positions[t], kMaxPositions);
+    }
   }
   for (int i = 0; i < step.num_logits; ++i) {
     if (step.logit_rows[i] < 0 || step.logit_rows[i] >= num_tokens) {
       return fail(program, "logit_rows[%d] is %d, but the step has %d tokens", i, step.logit_rows[i], num_tokens);
     }
   }
-  for (RopeTable* rope : program.ropes) rope->begin_step(step.positions, num_tokens, last);
+  for (RopeTable* rope : program.ropes) rope->begin_step(step.positions, num_tokens);
   return program.plan.begin(program.kv, step.view);
 }
 
@@ -471,12 +383,6 @@ const char* check(Program& program, const StepArgs& step) {
 using namespace anabranch;
 
 extern "C" {
-
-RopeTable* anb_rope_new(const double* inv_freq, int num_pairs, double magnitude) {
-  return new RopeTable{std::vector<double>(inv_freq, inv_freq + num_pairs), magnitude, {}, {}};
-}
-
-void anb_rope_free(RopeTable* rope) { delete rope; }
 
 Program* anb_program_new(const KVPool* kv) {
   auto* program = new Program;
@@ -512,45 +418,6 @@ const char* anb_program_run(Program* program, const StepArgs* step) {
   } catch (const std::bad_alloc&) {
     return fail(*program, "out of memory for a step of %d tokens", step->view.num_tokens);
   }
-}
-
-void anb_copy_pages(const KVPool* kv, const int32_t* src, const int32_t* dst, int num_pages) {
-  PoolLease pool;
-  pool->parallel_for(kv->num_layers, [&](int layer, int) {
-    uint8_t* pages = kv->data + size_t(layer) * kv->layer_bytes;
-    for (int i = 0; i < num_pages; ++i) std::memcpy(pages + size_t(dst[i]) * kv->page_bytes, pages + size_t(src[i]) * kv->page_bytes, kv->page_bytes);
-  });
-}
-
-// All bits set is a NaN in every float type, and so are the scales of int8.
-void anb_poison_pages(const KVPool* kv, const int32_t* pages, int num_pages) {
-  for (int layer = 0; layer < kv->num_layers; ++layer) {
-    for (int i = 0; i < num_pages; ++i) std::memset(kv->data + size_t(layer) * kv->layer_bytes + size_t(pages[i]) * kv->page_bytes, 0xff, kv->page_bytes);
-  }
-}
-
-void anb_matmul(const Matrix* matrix, const float* x, int num_rows, float* out) {
-  PoolLease pool;
-  const size_t row_bytes = operand_bytes(*matrix);
-  std::vector<uint8_t> memory(row_bytes * num_rows + 64);
-  auto* rows = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
-  for (int r = 0; r < num_rows; ++r) prepare_row(*matrix, x + size_t(r) * matrix->k, nullptr, 0.0f, nullptr, rows + r * row_bytes);
-  const int block = row_block(num_rows, *matrix), num_blocks = ceil_div(num_rows, block);
-  pool->parallel_for(num_blocks * matrix->num_panels, [&](int task, int thread) {
-    const Panel& panel = matrix->panels[task % matrix->num_panels];
-    const int first_row = task / matrix->num_panels * block, count = std::min(block, num_rows - first_row);
-    auto* scratch = static_cast<uint8_t*>(pool->scratch(thread, kMatmulScratchBytes + size_t(kRowBlock) * kPanelColumns * 4));
-    const Tile tile{reinterpret_cast<float*>(scratch + kMatmulScratchBytes), first_row, count};
-    multiply(*matrix, task % matrix->num_panels, {rows, row_bytes}, tile, 0, scratch, panel.data);
-    for (int r = 0; r < count; ++r) {
-      std::memcpy(out + size_t(first_row + r) * matrix->num_columns + panel.first_column, tile.panel(0) + size_t(r) * kPanelColumns,
-                  size_t(panel.num_columns) * 4);
-    }
-  });
-}
-
-void anb_read_rows(const Table* table, const int32_t* ids, int num_ids, float* out) {
-  for (int i = 0; i < num_ids; ++i) read_row(*table, ids[i], out + size_t(i) * table->k);
 }
 
 }  // extern "C"

@@ -98,9 +98,11 @@ void* ThreadPool::scratch(int thread, size_t num_bytes) {
   Scratch& s = scratch_[thread];
   if (s.num_bytes < num_bytes) {
     std::free(s.data);
-    s.num_bytes = (num_bytes + 4095) & ~size_t(4095);
-    s.data = std::aligned_alloc(64, s.num_bytes);
+    s.num_bytes = 0;
+    const size_t wanted = (num_bytes + 4095) & ~size_t(4095);
+    s.data = std::aligned_alloc(64, wanted);
     if (s.data == nullptr) throw std::bad_alloc();
+    s.num_bytes = wanted;
   }
   return s.data;
 }

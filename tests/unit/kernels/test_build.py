@@ -2,9 +2,10 @@
 
 import ctypes
 import logging
-import multiprocessing
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,21 +97,21 @@ def test_a_cache_that_cannot_be_made_says_where(sources: Path, tmp_path: Path) -
         built(sources, tmp_path / "file" / "cache")
 
 
-def _build_and_report(sources: str, cache: str, queue: "multiprocessing.Queue[tuple[str, int]]") -> None:
-    path = build.build(Path(cache), sources=Path(sources))
-    queue.put((str(path), path.stat().st_ino))
+BUILD = """
+import sys
+from pathlib import Path
+from anabranch.kernels import build
+path = build.build(Path(sys.argv[2]), sources=Path(sys.argv[1]))
+print(path, path.stat().st_ino)
+"""
 
 
 def test_parallel_processes_build_one_library(sources: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_build_and_report, args=(str(sources), str(tmp_path / "cache"), queue)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    results = {queue.get(timeout=120) for _ in workers}
-    for worker in workers:
-        worker.join(60)
-    assert len(results) == 1
+    command = [sys.executable, "-c", BUILD, str(sources), str(tmp_path / "cache")]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    results = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert len(set(results)) == 1 and str(tmp_path) in results[0]
 
 
 def test_falling_back_says_so_once_and_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
