@@ -73,6 +73,8 @@ class Engine:
     Raises       ConfigError, EngineStartError with the cause
     """
 
+    _supervisor: Supervisor | None = None
+
     def __init__(
         self,
         model: str | None = None,
@@ -144,7 +146,7 @@ class Engine:
             carrier: Carrier = EmbeddedCarrier(thread, client)
             self._adopt(client, carrier, lambda timeout_s: _end(thread, door, timeout_s))
         else:
-            supervisor = Supervisor(config)
+            self._supervisor = supervisor = Supervisor(config)
             self.address = supervisor.start()
             carrier = RemoteCarrier(self.address, client, lost=lambda: _why(supervisor))
             self._adopt(client, carrier, supervisor.stop)
@@ -178,6 +180,10 @@ class Engine:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
+
+    def pids(self) -> dict[str, int]:
+        """The processes of this engine by stage; none if it runs in this process, or is somebody else's."""
+        return self._supervisor.pids() if self._supervisor is not None else {}
 
     @property
     def is_closed(self) -> bool:

@@ -88,7 +88,8 @@ Offload = Callable[[Lane, int, Callable[[], Any]], None]
 ACCEPTED_GRAMMARS = 4096
 
 CANCELLED = Error("cancelled", "the operation was cancelled")
-CLOSED = Error("cancelled", "the branch was closed before the operation was done")
+CLOSED = Error("cancelled", "the branch was closed before the operation was done (dropping its handle closes it: keep it until then)")
+TAKEN = Error("cancelled", "the branch was taken over by a join before this operation; use the branch that it was joined to")
 TIMED_OUT = Error("timeout_error", "the deadline passed before the operation was done: allow more time, or ask for less")
 
 
@@ -619,8 +620,12 @@ class TokenizerService:
             self.close(branch.parent, superseded=superseded)  # it may have been kept for this child alone
 
     def remove(self, branch: Branch) -> None:
-        """Forget a branch: closed, or taken over by a join."""
+        """Forget a branch: closed, or taken over by a join. What was still queued on it, sent after that join, ends here."""
         branch.is_closing = branch.is_closed = True
+        queue, branch.queue = list(branch.queue), deque()
+        for operation in queue:
+            if not operation.is_done:
+                self._finish(operation, TAKEN, is_failure=False)
         client = self.clients.get(branch.client)
         program = branch.program
         program.num_branches -= 1

@@ -184,6 +184,15 @@ class BackendContract:
         )
         assert gen(root).usage["cached_tokens"] >= len(after) - 2
 
+    def test_an_operation_on_a_branch_that_was_joined_away_ends_with_an_error(self, backend: Backend) -> None:
+        root = say(backend.open(seed=12), "Which way?")
+        (winner,) = root.fork(1)
+        say(winner, " Left.").generate(GREEDY)
+        root.join(winner)
+        late = winner.generate(GREEDY)
+        assert late.exception(WAIT) is not None
+        assert gen(root) is not None
+
     def test_spans_are_appended_token_by_token_in_order(self, backend: Backend) -> None:
         root = say(backend.open(seed=13), "Facts:")
         mark, start = root.mark(), len(ids(root))
