@@ -443,6 +443,10 @@ class TokenizerService:
                 self.send(branch.client, Failed(error, operation.op))
             elif operation.op is None and is_first:
                 self.send(branch.client, Failed(error, None, branch.label))
+        for child in operation.children:
+            if not child.is_born and not child.is_closed:  # the fork will not happen
+                child.failed, child.is_born, child.parent = error or CLOSED, True, None
+                self.wake(child)
         self._steps.release(operation)
         self.wake(branch)
 

@@ -124,7 +124,8 @@ class RandomClient:
             winner = self.branch() if rng.random() < 0.5 else None
             if winner is not None:
                 self.marks[b] = list(self.marks.get(winner, []))
-                self.branches = [label for label in self.branches if label != winner]
+                if rng.random() < 0.7:  # else it goes on talking to what will be taken over
+                    self.branches = [label for label in self.branches if label != winner]
             return Join(b, winner, tuple((s, self.mark_of(s)) for s in sources if self.marks.get(s)), drop)
         if kind is Close:
             self.branches = [label for label in self.branches if label != b]

@@ -248,6 +248,14 @@ def test_two_branches_may_take_spans_of_each_other(desk: Desk) -> None:
     assert ids_of(desk.answer(3)) == [*one, *two] and ids_of(desk.answer(4)) == [*two, *one, *two]
 
 
+def test_what_is_sent_to_a_branch_after_it_was_joined_away_ends_in_words_and_so_do_its_children(desk: Desk) -> None:
+    desk.say(Open(1), Open(2), text(2, "won"), Generate(3, 2, GREEDY), Join(1, 2))
+    desk.say(text(2, "late"), Generate(4, 2, GREEDY), Fork(2, (20,)), Generate(5, 20, GREEDY), Join(2, 1), GetTokens(6, 1))
+    desk.run()
+    assert "taken over" in desk.error(4) and "taken over" in desk.error(5)
+    assert isinstance(desk.answer(6), TokensAre)
+
+
 def test_a_join_of_what_does_not_exist_fails_the_branch_and_nobody_waits(desk: Desk) -> None:
     desk.ask(Open(1), Join(1, 99), GetTokens(2, 1))
     assert "branch 99 does not exist" in desk.error(2)
