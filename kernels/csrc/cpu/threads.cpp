@@ -26,9 +26,9 @@ namespace anabranch {
 namespace {
 
 constexpr int kSpins = 2000;                 // pauses before sleeping: about 100 us, longer than any gap inside a step
-constexpr uint64_t kStallNs = 100'000;       // a barrier this long is a lost core, not imbalance: tasks take some 10 us
-constexpr uint64_t kInflatedNs = 400'000;    // stalls of a step that matter, if they are also a tenth of it
-constexpr int kMinPenalty = 32, kMaxPenalty = 512;  // steps on one thread
+constexpr uint64_t kStallNs = 100'000;       // a barrier this long may be a lost core: tasks of a decode step take some 10 us
+constexpr uint64_t kInflatedNs = 400'000;    // stalls of a step that matter, if they are also half of it
+constexpr uint64_t kMinPenaltyNs = 100'000'000, kMaxPenaltyNs = 2'000'000'000;  // time on one thread
 constexpr int kForgetSteps = 64;
 
 thread_local int tls_thread = 0;
@@ -197,28 +197,32 @@ void ThreadPool::begin_step() {
   step_stalled_ns_ = 0;
 }
 
+// A caller that waits for half of a step would be done as soon alone: the worker sits on a core that something else has half of. (A
+// tenth is not enough: the tasks of a prefill take a millisecond each, and their ends do not meet.)
+//
 // Two inflated steps with fewer than kForgetSteps good ones between them send the pool to one thread. While a relapse follows soon, each
-// stay is twice as long as the last, so that under a steady load few steps are lost to trying.
+// stay is twice as long as the last, so that under a steady load few steps are lost to trying. Stays are times, not numbers of steps: a
+// step takes from 3 ms to half a second.
 void ThreadPool::end_step() {
   ++stats_.num_steps;
   if (num_threads_ == 1) return;
-  if (single_steps_left_ > 0) {
+  const uint64_t now = monotonic_ns();
+  if (active_ == 1) {
     ++stats_.num_single_steps;
-    if (--single_steps_left_ == 0) active_ = num_threads_;
+    if (now >= single_until_ns_) active_ = num_threads_;
     return;
   }
-  const uint64_t step_ns = monotonic_ns() - step_start_ns_;
-  const bool is_inflated = step_stalled_ns_ > kInflatedNs && step_stalled_ns_ * 10 > step_ns;
+  const bool is_inflated = step_stalled_ns_ > kInflatedNs && step_stalled_ns_ * 2 > now - step_start_ns_;
   stats_.stalled_ns += step_stalled_ns_;
   stats_.num_inflated_steps += is_inflated;
   if (!is_inflated) {
-    if (++good_steps_ >= kForgetSteps) num_strikes_ = penalty_ = 0;
+    if (++good_steps_ >= kForgetSteps) num_strikes_ = 0, penalty_ns_ = 0;
     return;
   }
   good_steps_ = 0;
   if (++num_strikes_ < 2) return;
-  penalty_ = penalty_ == 0 ? kMinPenalty : penalty_ * 2 > kMaxPenalty ? kMaxPenalty : penalty_ * 2;
-  single_steps_left_ = penalty_;
+  penalty_ns_ = penalty_ns_ == 0 ? kMinPenaltyNs : std::min(penalty_ns_ * 2, kMaxPenaltyNs);
+  single_until_ns_ = now + penalty_ns_;
   active_ = 1;
 }
 

@@ -90,8 +90,8 @@ class ThreadPool {
   std::atomic<int32_t> num_alive_{0};
 
   Stats stats_{};
-  uint64_t step_start_ns_ = 0, step_stalled_ns_ = 0;
-  int num_strikes_ = 0, good_steps_ = 0, single_steps_left_ = 0, penalty_ = 0;
+  uint64_t step_start_ns_ = 0, step_stalled_ns_ = 0, single_until_ns_ = 0, penalty_ns_ = 0;
+  int num_strikes_ = 0, good_steps_ = 0;
 };
 
 // The pool of the process, held exclusively. Forked children get a fresh one.
