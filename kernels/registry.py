@@ -3,7 +3,6 @@
 import warnings
 
 from anabranch.kernels.interface import Backend
-from anabranch.kernels.reference import ReferenceBackend
 
 NAMES = ("auto", "cpu", "reference", "flashinfer")
 
@@ -25,7 +24,7 @@ def backend(name: str = "auto", *, precision: str = "fast", num_threads: int | N
             "backend 'flashinfer' is not available in this version: use 'cpu' or 'reference' (or leave it at 'auto')"
         )
     if name == "reference":
-        return ReferenceBackend(num_threads=num_threads)
+        return _reference(num_threads)
     try:
         return _native(precision, num_threads)
     except BackendUnavailable as fault:
@@ -36,7 +35,13 @@ def backend(name: str = "auto", *, precision: str = "fast", num_threads: int | N
             RuntimeWarning,
             stacklevel=2,
         )
-        return ReferenceBackend(num_threads=num_threads)
+        return _reference(num_threads)
+
+
+def _reference(num_threads: int | None) -> Backend:
+    from anabranch.kernels.reference import ReferenceBackend  # here, since torch takes a second to import and the others do without
+
+    return ReferenceBackend(num_threads=num_threads)
 
 
 def _native(precision: str, num_threads: int | None) -> Backend:

@@ -1,8 +1,10 @@
+import subprocess
+import sys
 import warnings
 
 import pytest
 
-from anabranch.kernels import registry
+from anabranch.kernels import build, registry
 from anabranch.kernels.reference import ReferenceBackend
 
 
@@ -25,3 +27,9 @@ def test_without_a_compiler_auto_falls_back_with_one_warning_and_cpu_refuses(mon
     assert len(caught) == 1 and "no C++ compiler" in str(caught[0].message)
     with pytest.raises(registry.BackendUnavailable, match="no C\\+\\+ compiler"):
         registry.backend("cpu")
+
+
+@pytest.mark.skipif(not any(map(build.shutil.which, build.COMPILERS)), reason="no C++ compiler")
+def test_the_native_backend_does_not_wait_for_torch_to_be_imported() -> None:
+    script = "import sys; from anabranch.kernels import registry; registry.backend('cpu'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 0
