@@ -39,7 +39,8 @@ def backend(name: str = "auto", *, precision: str = "fast", num_threads: int | N
 
 
 def _reference(num_threads: int | None) -> Backend:
-    from anabranch.kernels.reference import ReferenceBackend  # here, since torch takes a second to import and the others do without
+    # Here, since torch takes a second to import and the other backends do without it.
+    from anabranch.kernels.reference import ReferenceBackend
 
     return ReferenceBackend(num_threads=num_threads)
 
