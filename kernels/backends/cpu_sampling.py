@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from anabranch.kernels.layout import Ints, LayoutError, Sampled, SamplingBatch
 
 F32 = NDArray[np.float32]
+NO_EDITS: list[NDArray[Any]] = [np.empty(0, np.int32)] * 3
 _I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 
@@ -43,6 +44,13 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def address(array: NDArray[Any]) -> int | None:
+    """Where a contiguous array's data lies; None if it has none. A third of the time that `array.ctypes.data` takes: a step asks often."""
+    if not array.size:
+        return None
+    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.flags.writeable else array.ctypes.data
+
+
 def sample(library: ctypes.CDLL, logits: F32, batch: SamplingBatch) -> Sampled:
     """Choose one token per row of `logits` [rows, vocab], which is only read. Raises LayoutError if the columns do not fit."""
     rows, vocab = _check_logits(logits)
@@ -53,7 +61,7 @@ def sample(library: ctypes.CDLL, logits: F32, batch: SamplingBatch) -> Sampled:
     token_ids, logprobs = np.empty(rows, np.int32), np.empty(rows, np.float32)
     top_ids, top_logprobs = np.empty((rows, max_top), np.int32), np.empty((rows, max_top), np.float32)
     view, _alive = _view(logits, batch, num_top)
-    sampled = SampledView(*(a.ctypes.data for a in (token_ids, logprobs, top_ids, top_logprobs)), max_top)
+    sampled = SampledView(*map(address, (token_ids, logprobs, top_ids, top_logprobs)), max_top)
     library.anb_sample(ctypes.byref(view), ctypes.byref(sampled))
     wanted = [(row, count) for row, count in enumerate(num_top.tolist()) if count > 0 and token_ids[row] >= 0]
     tops: list[tuple[Ints, F32] | None] = [None] * rows
@@ -116,6 +124,9 @@ def _edits(batch: SamplingBatch, rows: int, vocab: int) -> list[NDArray[Any]]:
     columns = []
     for kind, values, dtype in (("bias", "values", np.float32), ("penalty", "counts", np.int32)):
         edit_rows = _indices(getattr(batch, f"{kind}_rows"), rows, f"{kind} row")
+        if not len(edit_rows) and not len(getattr(batch, f"{kind}_ids")) and not len(getattr(batch, f"{kind}_{values}")):
+            columns += NO_EDITS
+            continue
         if (np.diff(edit_rows) < 0).any():
             raise LayoutError(f"{kind}_rows must ascend")
         ids = _column(getattr(batch, f"{kind}_ids"), np.int32, len(edit_rows), f"{kind}_ids")
@@ -150,7 +161,7 @@ def _view(logits: F32, batch: SamplingBatch, num_top: Ints) -> tuple[SamplingVie
     ]
     view = SamplingView(
         logits.ctypes.data, _stride(logits), rows, vocab, batch.vocab_limit, 0 if mask is None else mask.shape[1],
-        None if mask is None else mask.ctypes.data, *(c.ctypes.data for c in columns), num_top.ctypes.data,
-        len(edits[0]), len(edits[3]), *(e.ctypes.data for e in edits), *(None if p is None else p.ctypes.data for p in penalties),
+        None if mask is None else address(mask), *map(address, columns), address(num_top),
+        len(edits[0]), len(edits[3]), *map(address, edits), *(None if p is None else address(p) for p in penalties),
     )  # fmt: skip
     return view, [mask, columns, num_top, edits, penalties]
