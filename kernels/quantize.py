@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.formats import FORMATS, RawTensor
 from anabranch.kernels.layout import LayoutError
-from anabranch.kernels.packed_cache import PackedCache
+from anabranch.kernels.packed_cache import HUGE_PAGE_BYTES, PackedCache
 
 Bytes = NDArray[np.uint8]
 PANEL_COLUMNS = 32
 SLAB_BYTES = 64 << 20
-HUGE_PAGE_BYTES = 2 << 20
 ALIGNMENT = 4096
 
 FORMAT_CODES = {name: code for code, name in enumerate(
@@ -127,14 +126,35 @@ class Packer:
         """Parts of one shape, interleaved."""
         kinds = self._kinds_of(run[0].format)
         name = "+".join(part.name for part in run)
-        found = self._cache.find(name, {kind: self._shape(run, kind) for kind in kinds}) if self._cache else None
+        found = self._find(name, run, kinds)
         if found is None:
             kind, panels = self._pack_new(run, kinds)
             if self._cache is not None:
                 self._cache.add(name, kind, panels)
         else:
-            kind, panels = PanelKind(found[0]), found[1]
+            kind, panels = found
         return [PackedPart(kind, part.shape[0], panels[:, i]) for i, part in enumerate(run)]
+
+    def _find(self, name: str, run: Sequence[RawTensor], kinds: tuple[PanelKind, ...]) -> tuple[PanelKind, Bytes] | None:
+        """The run as the cache has it, if the first panel of each part is, bit for bit, what packing gives now."""
+        found = self._cache.find(name, {kind: self._shape(run, kind) for kind in kinds}) if self._cache else None
+        if self._cache is None or found is None:
+            return None
+        kind, panels = PanelKind(found[0]), found[1]
+        expected = np.zeros((len(run), panels.shape[2]), np.uint8)
+        for raw, panel in zip(run, expected):
+            self._pack_rows(raw, min(PANEL_COLUMNS, raw.shape[0]), kind, panel[None])
+        if not np.array_equal(expected, panels[0]):
+            self._cache.reject(name)
+            return None
+        return kind, panels
+
+    def _pack_rows(self, raw: RawTensor, num_rows: int, kind: PanelKind, panels: Bytes) -> int:
+        """Pack the first rows of `raw` into zeroed `panels`; returns how many scales do not fit the kind."""
+        return int(self.library.anb_pack(
+            FORMAT_CODES[raw.format], raw.data.ctypes.data, num_rows, raw.shape[1], raw.data.strides[0], kind, panels.ctypes.data,
+            panels.strides[0],
+        ))  # fmt: skip
 
     def _kinds_of(self, form: str) -> tuple[PanelKind, ...]:
         if self.is_exact:
@@ -153,10 +173,7 @@ class Packer:
             panels = self.arena.take(prod(shape)).reshape(shape)
             num_misfits = 0
             for i, raw in enumerate(run):
-                num_misfits += self.library.anb_pack(
-                    FORMAT_CODES[raw.format], raw.data.ctypes.data, *raw.shape, raw.data.strides[0], kind,
-                    panels[:, i].ctypes.data, panels.strides[0],
-                )  # fmt: skip
+                num_misfits += self._pack_rows(raw, raw.shape[0], kind, panels[:, i])
             if num_misfits == 0:
                 break
         return kind, panels

@@ -1,8 +1,10 @@
 """Backends by name."""
 
 import warnings
+from pathlib import Path
 
 from anabranch.kernels.interface import Backend
+from anabranch.kernels.packed_cache import WeightStore
 
 NAMES = ("auto", "cpu", "reference", "flashinfer")
 
@@ -11,10 +13,15 @@ class BackendUnavailable(RuntimeError):
     """A backend was asked for by name and cannot run here. Says why, and what to do."""
 
 
-def backend(name: str = "auto", *, precision: str = "fast", num_threads: int | None = None) -> Backend:
+def backend(
+    name: str = "auto", *, precision: str = "fast", num_threads: int | None = None, cache_dir: Path | None = None,
+    store: WeightStore | None = None,
+) -> Backend:  # fmt: skip
     """The backend of that name. `auto` is `cpu`, or `reference`, with one warning, where `cpu` cannot be built.
 
     precision   "fast" | "exact" (activations are not rounded); `reference` is always exact
+    cache_dir   where native code is built; None: the user's cache
+    store       where packed weights are kept for the next start, by backends that pack any; None: nowhere
     Raises      BackendUnavailable, ValueError for an unknown name
     """
     if name not in NAMES:
@@ -26,7 +33,7 @@ def backend(name: str = "auto", *, precision: str = "fast", num_threads: int | N
     if name == "reference":
         return _reference(num_threads)
     try:
-        return _native(precision, num_threads)
+        return _native(precision=precision, num_threads=num_threads, cache_dir=cache_dir, store=store)
     except BackendUnavailable as fault:
         if name == "cpu":
             raise
@@ -45,13 +52,13 @@ def _reference(num_threads: int | None) -> Backend:
     return ReferenceBackend(num_threads=num_threads)
 
 
-def _native(precision: str, num_threads: int | None) -> Backend:
+def _native(*, precision: str, num_threads: int | None, cache_dir: Path | None, store: WeightStore | None) -> Backend:
     try:
         from anabranch.kernels.backends.cpu import CpuBackend
         from anabranch.kernels.build import BuildError
     except ImportError as fault:
         raise BackendUnavailable(f"The native CPU backend cannot be imported: {fault}.") from fault
     try:
-        return CpuBackend(precision=precision, num_threads=num_threads)
+        return CpuBackend(precision=precision, num_threads=num_threads, cache_dir=cache_dir, store=store)
     except BuildError as fault:
         raise BackendUnavailable(f"The native CPU kernels could not be built: {fault}.") from fault

@@ -81,6 +81,7 @@ class WorkerConfig:
     num_threads: int | None = None  # None: all cores this process may use
     context_length: int | None = None  # None: the model's; may only be smaller
     memory_bytes: int | None = None  # for KV; None: a share of what is free
+    kept_weights_bytes: int = 16 << 30  # disk for packed weights, which the next start maps; 0: none are kept
 
     def __post_init__(self) -> None:
         require(self.backend in ("auto", "reference", "cpu", "flashinfer"), "backend", self.backend,
@@ -94,6 +95,7 @@ class WorkerConfig:
             require_int("context_length", self.context_length, 1, 1 << 26)
         if self.memory_bytes is not None:
             require_int("memory_bytes", self.memory_bytes, 1 << 16, 1 << 50)
+        require_int("kept_weights_bytes", self.kept_weights_bytes, 0, 1 << 50)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from anabranch.runtime.config import EngineConfig
+from anabranch.runtime.config import EngineConfig, cache_dir
 from anabranch.runtime.messages import Grammar, SchedulerReady, WorkerReady
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def build_worker(config: EngineConfig, path: Path, text: ModelText) -> AnyWorker
         max_slots=config.scheduler.max_slots,
         num_threads=settings.num_threads,
         context_length=settings.context_length,
+        cache_dir=cache_dir(),
+        kept_weights_bytes=settings.kept_weights_bytes,
         poison_fresh_pages=faults is not None and faults.poison_fresh_pages,
     )
     return worker if faults is None else FaultyWorker(worker, faults)

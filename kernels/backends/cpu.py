@@ -13,14 +13,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.kernels import packed_cache
 from anabranch.kernels.backends import cpu_native as native
 from anabranch.kernels.backends import cpu_sampling
 from anabranch.kernels.backends.cpu_native import OpKind
 from anabranch.kernels.formats import RawTensor, dequantize
 from anabranch.kernels.interface import AttentionShape, Forward, Rope
 from anabranch.kernels.layout import Ints, KVSpec, LayoutError, Sampled, SamplingBatch, StepBatch
-from anabranch.kernels.packed_cache import PackedCache
+from anabranch.kernels.packed_cache import PackedCache, WeightStore
 from anabranch.kernels.quantize import FORMAT_CODES, PANEL_COLUMNS, Arena, PackedPart, Packer, check_matrix
 
 Floats = NDArray[np.float32]
@@ -327,24 +326,21 @@ class CpuBackend:
     """precision    "fast" | "exact"
     num_threads  of the process's pool; None: every core this process may use
     cache_dir    where the native library is built; None: the user's cache
-    cache_key    a digest of the model's files: packed weights are kept under it and mapped by the next start. None: not kept
-    weights_dir  where; None: the user's cache
+    store        where packed weights are kept, so that the next start maps them; None: they are not
     Raises       build.BuildError where the native library cannot be built
     """
 
     name = "cpu"
 
     def __init__(
-        self, *, precision: str = "fast", num_threads: int | None = None, cache_dir: Path | None = None, cache_key: str | None = None,
-        weights_dir: Path | None = None,
+        self, *, precision: str = "fast", num_threads: int | None = None, cache_dir: Path | None = None, store: WeightStore | None = None
     ) -> None:  # fmt: skip
         if precision not in ("fast", "exact"):
             raise ValueError(f"precision must be 'fast' or 'exact', got {precision!r}")
         self.precision = precision
         self._library = cpu_sampling.declare(native.library(cache_dir))
-        cache = None
-        if cache_key is not None:
-            cache = PackedCache(weights_dir or packed_cache.default_cache_dir(), f"{precision}:{cache_key}")
+        # The library's name holds a digest of its sources: a changed layout of panels never reads an older file.
+        cache = PackedCache(store, f"{precision}:{Path(self._library._name).name}") if store is not None else None
         self._packer = Packer(self._library, is_exact=precision == "exact", cache=cache)
         if num_threads is not None:
             self.set_num_threads(num_threads)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from anabranch.kernels import registry
 from anabranch.kernels.interface import Logits
 from anabranch.kernels.layout import KVSpec, SharedPrefix, StepBatch, TreeMask
+from anabranch.kernels.packed_cache import WeightStore
 from anabranch.runtime.messages import Error, SlotStart, StepPlan, StepResult, WorkerReady, as_ints
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 from anabranch.runtime.worker.grammar import Grammars
@@ -43,6 +44,8 @@ class Worker:
     kv_dtype      "auto": float16, or float32 on the reference backend
     num_pages     None: what fits into `memory_bytes`, or else room for 65,536 tokens in at most a quarter of the free memory
     context_length   None: the model's; may only be smaller
+    cache_dir     where native code and packed weights are kept; None: the user's cache, and no weights
+    kept_weights_bytes   disk for the packed weights of all models; 0: none are kept
     Raises        CheckpointError, MemoryError (with the sizes), ValueError, kernels.registry.BackendUnavailable
     """
 
@@ -60,10 +63,18 @@ class Worker:
         max_slots: int = 32,
         num_threads: int | None = None,
         context_length: int | None = None,
+        cache_dir: Path | None = None,
+        kept_weights_bytes: int = 0,
         poison_fresh_pages: bool = False,
     ) -> None:
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-        self._backend = registry.backend(backend, precision=precision, num_threads=num_threads)
+        store = None
+        # Exact weights are float32, eight times the file, and for comparing.
+        if cache_dir is not None and kept_weights_bytes and checkpoint.source is not None and precision == "fast":
+            store = WeightStore(cache_dir / "weights", checkpoint.source, kept_weights_bytes)
+        self._backend = registry.backend(
+            backend, precision=precision, num_threads=num_threads, cache_dir=cache_dir and cache_dir / "native", store=store
+        )
         self._model, report = build_model(checkpoint, self._backend)
         self._report = str(report)
         config = self._model.config

@@ -12,7 +12,7 @@ import numpy as np
 from anabranch.kernels.formats import RawTensor
 from anabranch.runtime.worker.loading.config import ModelConfig, config_from_gguf, config_from_json
 from anabranch.runtime.worker.loading.errors import CheckpointError, refuse, shown
-from anabranch.runtime.worker.loading.files import MAX_INDEX_BYTES, inside, read_json
+from anabranch.runtime.worker.loading.files import MAX_INDEX_BYTES, digest_of_state, inside, read_json
 from anabranch.runtime.worker.loading.gguf import GgufFile, read_gguf
 from anabranch.runtime.worker.loading.gguf_names import CanonicalTensors
 from anabranch.runtime.worker.loading.rope import RopeScaling
@@ -48,10 +48,13 @@ class LoadReport:
 
 
 class Checkpoint:
-    """An opened model. Whoever builds it takes each tensor once, and ends with `finish`."""
+    """An opened model. Whoever builds it takes each tensor once, and ends with `finish`.
 
-    def __init__(self, path: Path, config: ModelConfig, tensors: Mapping[str, RawTensor]) -> None:
-        self.path, self.config, self.tensors = path, config, tensors
+    source   a digest of the files' state before they were opened, under which what is derived from them may be kept
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, tensors: Mapping[str, RawTensor], source: str | None = None) -> None:
+        self.path, self.config, self.tensors, self.source = path, config, tensors, source
         self._taken: dict[str, RawTensor] = {}
 
     def has(self, name: str) -> bool:
@@ -112,7 +115,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.exists():
         refuse(path, "does not exist")
     if path.suffix == ".gguf":
-        return from_gguf(read_gguf(path))
+        return _open_gguf(path)
     if path.suffix in PICKLES:
         _refuse_pickles(path.parent, [path.name])
     refuse(path, "is not a model: give a directory with config.json and safetensors, or a .gguf file")
@@ -137,10 +140,11 @@ def find_gguf(path: Path) -> Path | None:
 def _open_directory(path: Path) -> Checkpoint:
     gguf = find_gguf(path)
     if gguf is not None:
-        return from_gguf(read_gguf(gguf))
+        return _open_gguf(gguf)
     names = sorted(entry.name for entry in path.iterdir())
+    source = digest_of_state(path / name for name in names if name.endswith(".safetensors"))
     tensors = _read_safetensors_of(path, names)
-    return Checkpoint(path, read_config(path), tensors)
+    return Checkpoint(path, read_config(path), tensors, source)
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -222,7 +226,12 @@ def _refuse_pickles(directory: Path, names: list[str]) -> Never:
     )
 
 
-def from_gguf(file: GgufFile) -> Checkpoint:
+def _open_gguf(path: Path) -> Checkpoint:
+    source = digest_of_state([path])  # first: a file that is replaced meanwhile is not taken for the one that was there
+    return from_gguf(read_gguf(path), source)
+
+
+def from_gguf(file: GgufFile, source: str | None = None) -> Checkpoint:
     """The checkpoint in a GGUF file that has been read. Raises CheckpointError."""
     path = file.path
     family = file.metadata.get("general.architecture")
@@ -235,7 +244,7 @@ def from_gguf(file: GgufFile) -> Checkpoint:
     config = config_from_gguf(path, file.metadata, vocab_size=embedding.shape[0], tensor_names=frozenset(names))
     config = _with_rope_factors(file, config)
     head_dim = config.head_dim if family == "llama" else None
-    return Checkpoint(path, config, CanonicalTensors(path, file.tensors, reordered_head_dim=head_dim))
+    return Checkpoint(path, config, CanonicalTensors(path, file.tensors, reordered_head_dim=head_dim), source)
 
 
 def _with_rope_factors(file: GgufFile, config: ModelConfig) -> ModelConfig:

@@ -17,7 +17,7 @@ def test_backends_are_found_by_name() -> None:
 
 
 def test_without_a_compiler_auto_falls_back_with_one_warning_and_cpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unavailable(precision: str, num_threads: int | None) -> None:
+    def unavailable(**options: object) -> None:
         raise registry.BackendUnavailable("The native CPU kernels could not be built: no C++ compiler found.")
 
     monkeypatch.setattr(registry, "_native", unavailable)
