@@ -48,7 +48,7 @@ def address(array: NDArray[Any]) -> int | None:
     """Where a contiguous array's data lies; None if it has none. A third of the time that `array.ctypes.data` takes: a step asks often."""
     if not array.size:
         return None
-    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.flags.writeable else array.ctypes.data
+    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.flags.writeable else array.ctypes.data  # type: ignore[arg-type]  # an array is a buffer
 
 
 def sample(library: ctypes.CDLL, logits: F32, batch: SamplingBatch) -> Sampled:
