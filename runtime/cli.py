@@ -52,16 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--limits", action="store_true", help="measure bandwidth and peak rates (half a minute)")
     doctor.set_defaults(run=run_doctor)
 
-    bench = commands.add_parser("bench", help="measure a workload")
-    bench.add_argument(
-        "workload", help="latency, prefill, throughput, prefix, chat, tree, select, fork, radix, step, or peers"
-    )
-    bench.add_argument("--json", action="store_true", help="figures as JSON on standard output")
-    bench.add_argument("--repeats", type=int, default=3)
-    bench.add_argument("--small", action="store_true", help="a smoke test: an eighth of the size")
-    bench.add_argument("--base-url", help="an OpenAI-compatible server instead of the embedded engine")
-    _add_engine(bench)
-    bench.set_defaults(run=run_bench)
+    _add_bench(commands.add_parser("bench", help="measure a workload"))
 
     replay = commands.add_parser(
         "replay", help="run a recorded inbox of the scheduler again (anabranch_DEBUG=5 records)"
@@ -69,6 +60,30 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("file", type=Path)
     replay.set_defaults(run=run_replay)
     return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "workload",
+        help="latency, prefill, throughput, prefix, chat, tree, json, select, serve, fork, start, cache-cost, accuracy, radix, step, or peers",
+    )
+    parser.add_argument("--json", action="store_true", help="figures as JSON on standard output")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warm-ups", type=int, default=1, help="runs that do not count (1)")
+    parser.add_argument("--small", action="store_true", help="a smoke test: an eighth of the size")
+    parser.add_argument("--base-url", help="an OpenAI-compatible server instead of the embedded engine")
+    parser.add_argument("--no-touch", action="store_true", help="do not touch memory first")
+    serve = parser.add_argument_group("serve: a stream of requests")
+    serve.add_argument("--rate", type=float, default=None, help="open loop: so many requests per second (Poisson, or a trace sped up to it)")
+    serve.add_argument("--arrivals", type=Path, default=None, help="open loop: arrival times and lengths from a trace (JSON lines or CSV)")
+    serve.add_argument("--requests", type=int, default=64)
+    serve.add_argument("--concurrency", type=int, default=8, help="closed loop: requests at a time")
+    serve.add_argument("--stream-seed", type=int, default=0, help="of arrival times, lengths and text")
+    peers = parser.add_argument_group("peers")
+    peers.add_argument("--peer", action="append", default=[], help="openvino or llama.cpp; may be given several times (all)")
+    peers.add_argument("--only", action="append", default=[], metavar="WORKLOAD", help="may be given several times (all)")
+    _add_engine(parser)
+    parser.set_defaults(run=run_bench)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +112,11 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     names = ("mode", "backend", "precision", "kv_dtype", "num_threads", "page_size", "num_pages")
     return {name: getattr(arguments, name) for name in names}
+
+
+def _engine_flags(options: dict[str, Any]) -> tuple[str, ...]:
+    """The same options for another process's command line."""
+    return tuple(word for name, value in options.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value)))
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -171,12 +191,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def run_bench(arguments: argparse.Namespace) -> int:
     from anabranch.runtime.bench import suite
 
-    if arguments.workload not in suite.NAMES:
-        raise ValueError(f"unknown workload {arguments.workload!r}; known are {', '.join(suite.NAMES)}")
-    result = suite.run(
-        arguments.workload, model=arguments.model or "default", base_url=arguments.base_url, repeats=arguments.repeats,
-        small=arguments.small, options=_engine_options(arguments),
+    options = _engine_options(arguments)
+    settings = suite.Settings(
+        model=arguments.model or "default", base_url=arguments.base_url, repeats=arguments.repeats, warm_ups=arguments.warm_ups,
+        small=arguments.small, options=options, flags=_engine_flags(options), rate=arguments.rate, trace=arguments.arrivals,
+        num_requests=arguments.requests, concurrency=arguments.concurrency, seed=arguments.stream_seed, peers=tuple(arguments.peer),
+        only=tuple(arguments.only), touch=not arguments.no_touch,
     )  # fmt: skip
+    result = suite.run(arguments.workload, settings)
     print(
         orjson.dumps(result, option=orjson.OPT_INDENT_2).decode()
         if arguments.json

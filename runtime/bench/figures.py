@@ -16,11 +16,17 @@ class Figure:
     def median(self) -> float:
         return statistics.median(self.values)
 
+    @property
+    def spread(self) -> float:
+        """(max - min) / median; 0 where the median is."""
+        return (max(self.values) - min(self.values)) / abs(self.median) if self.median else 0.0
+
     def as_dict(self) -> dict[str, float | str | list[float]]:
         return {
             "median": self.median,
             "min": min(self.values),
             "max": max(self.values),
+            "spread": self.spread,
             "unit": self.unit,
             "values": list(self.values),
         }

@@ -1,198 +1,179 @@
-"""Peers in virtual environments of their own, measured in turn with ours on the same weights and the same token ids."""
+"""Ours and peers in turn, A B A B, on the same weights and the same text. One peer after the other, never two at once.
 
-import subprocess
+The peer stands still (SIGSTOP) while ours runs: runtimes whose idle threads spin would take a core from it. Ours waits without spinning.
+"""
+
+import http.client
+import os
+import socket
 import sys
-import threading
 import time
-from concurrent.futures import Future
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from anabranch.runtime.bench import measure as measuring
+from anabranch.runtime.bench.children import Child
 from anabranch.runtime.bench.figures import Figure
-from anabranch.runtime.bench.targets import Node, Reply, Target
-from anabranch.runtime.bench.texts import Texts
-from anabranch.runtime.bench.workloads import WORKLOADS
+from anabranch.runtime.bench.host import Shares, Watch
+from anabranch.runtime.bench.measure import Machine
+from anabranch.runtime.bench.peer_setup import llama_server, set_up_llama_cpp, set_up_openvino
+from anabranch.runtime.bench.pipe_target import PipeTarget
+from anabranch.runtime.bench.targets import Target
+from anabranch.runtime.bench.url_target import UrlTarget
+from anabranch.runtime.bench.workloads import Figures, Workload
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
-EXPORT = """
-import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, name, out = sys.argv[1:]
-AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(out)
-AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
-"""
+MAX_REDONE = 2  # pairs that are measured again because something else ran
+START_TIMEOUT_S = 120.0
 
 
-def run(*command: str | Path) -> None:
-    print("+", *command, file=sys.stderr, flush=True)
-    subprocess.run([str(c) for c in command], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer that runs: what to ask, its process, and when that was started."""
+
+    target: Target
+    child: Child
+    started: float
 
 
-def venv(folder: Path) -> Path:
-    """A virtual environment's python; made if it is not there."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        run(sys.executable, "-m", "venv", folder)
-        run(python, "-m", "pip", "install", "--quiet", "--upgrade", "pip")
-    return python
+def free_port() -> int:
+    """A port of the loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-def set_up_openvino(home: Path, gguf: Path) -> tuple[Path, Path]:
-    """(python, model directory) of OpenVINO GenAI with int8 weights made from the same GGUF file. Minutes the first time.
-
-    The exporter and the runtime need different versions of the same packages, hence two environments.
-    """
-    home.mkdir(parents=True, exist_ok=True)
-    model, weights = home / "openvino-int8", home / "float"
-    python = venv(home / "openvino-genai")
-    if not (home / "openvino-genai" / ".ready").exists():
-        run(python, "-m", "pip", "install", "--quiet", "openvino-genai==2026.4.1.0")
-        (home / "openvino-genai" / ".ready").touch()
-    if not (model / "openvino_model.bin").exists():
-        exporter = venv(home / "openvino-export")
-        run(exporter, "-m", "pip", "install", "--quiet", "torch==2.13.0")
-        pin = home / "constraints.txt"
-        pin.write_text("torch==2.13.0\n")
-        run(exporter, "-m", "pip", "install", "--quiet", "-c", pin, "optimum-intel==2.2.0", "nncf", "openvino",
-            "openvino-tokenizers", "gguf", "accelerate")  # fmt: skip
-        run(exporter, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision")  # it breaks the exporter
-        run(exporter, "-c", EXPORT, gguf.parent, gguf.name, weights)
-        run(exporter.with_name("optimum-cli"), "export", "openvino", "-m", weights, "--task", "text-generation-with-past",
-            "--weight-format", "int8", model)  # fmt: skip
-    return python, model
+def wait_for_server(port: int, child: Child, *, path: str = "/health", timeout_s: float = START_TIMEOUT_S, pause_s: float = 0.01) -> None:
+    """Until it answers 200. Raises RuntimeError if it ends or takes longer."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        if not child.is_alive:
+            raise RuntimeError(f"the server ended with exit code {child.process.returncode} before it answered")
+        with suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            try:
+                connection.request("GET", path)
+                if connection.getresponse().status == 200:
+                    return
+            finally:
+                connection.close()
+        time.sleep(pause_s)
+    raise RuntimeError(f"the server did not answer within {timeout_s:g} s")
 
 
-class PipeTarget:
-    """A peer process that speaks `peer_openvino.py`'s JSON lines. Token ids in and out: both sides compute the same tokens."""
-
-    def __init__(self, name: str, command: list[str], vocabulary: Vocabulary) -> None:
-        self.name, self.vocabulary = name, vocabulary
-        self._ids = count(1)
-        self._lock = threading.Lock()
-        self._waiting: dict[int, _Answer] = {}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self._ready: Future[None] = Future()
-        threading.Thread(target=self._read, daemon=True, name="bench-peer").start()
-        self._ready.result(300)
-
-    def open(self, seed: int = 0) -> Node:
-        return _PipeNode(self)
-
-    def ask(self, token_ids: list[int], max_tokens: int, temperature: float) -> "Future[tuple[Reply, list[int]]]":
-        number = next(self._ids)
-        answer = self._waiting[number] = _Answer(len(token_ids))
-        line = orjson.dumps(
-            {"id": number, "token_ids": token_ids, "max_tokens": max_tokens, "temperature": temperature}
-        )
-        with self._lock:
-            assert self._process.stdin is not None
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
-        return answer.future
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if not line.startswith(b"{"):
-                continue
-            event = orjson.loads(line)
-            if "ready" in event:
-                self._ready.set_result(None)
-            elif "done" in event:
-                self._waiting.pop(event["id"]).finish(self.vocabulary)
-            else:
-                self._waiting[event["id"]].add(event["token_ids"])
-        lost = RuntimeError(f"{self.name} ended with exit code {self._process.wait()}")
-        waiting: list[Future[Any]] = [self._ready, *(a.future for a in self._waiting.values())]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(lost)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+@contextmanager
+def openvino(home: Path, model: Path, vocabulary: Vocabulary, *, is_tied: bool = True) -> Iterator[Peer]:
+    python, weights = set_up_openvino(home, model)
+    script = Path(__file__).with_name("peer_openvino.py")
+    target = PipeTarget("openvino", [str(python), str(script), str(weights)], vocabulary, is_tied=is_tied)
+    try:
+        yield Peer(target, target.child, target.started)
+    finally:
+        target.close()
 
 
-class _Answer:
-    def __init__(self, num_prompt: int) -> None:
-        self.num_prompt, self.asked = num_prompt, time.perf_counter()
-        self.ids: list[int] = []
-        self.arrivals: list[float] = []
-        self.future: Future[tuple[Reply, list[int]]] = Future()
-
-    def add(self, ids: list[int]) -> None:
-        self.ids += ids
-        self.arrivals += [time.perf_counter() - self.asked] * len(ids)
-
-    def finish(self, vocabulary: Vocabulary) -> None:
-        text = b"".join(vocabulary.token_bytes(i) for i in self.ids).decode("utf-8", "replace")
-        total = time.perf_counter() - self.asked
-        self.future.set_result(
-            (Reply(text, self.num_prompt, len(self.ids), 0, total, tuple(self.arrivals), self.num_prompt), self.ids)
-        )
+@contextmanager
+def llama_cpp(home: Path, model: Path, vocabulary: Vocabulary, *, is_tied: bool = True) -> Iterator[Peer]:
+    llama, port = set_up_llama_cpp(home, model), free_port()
+    llama.weights("Q8_0")
+    started = time.perf_counter()
+    child = llama_server(llama, port, home / "llama-server.log", num_threads=len(os.sched_getaffinity(0)), is_tied=is_tied)
+    try:
+        wait_for_server(port, child)
+        target = UrlTarget(f"http://127.0.0.1:{port}", name="llama.cpp", extra={"cache_prompt": True}, pids=lambda: [child.pid])
+        yield Peer(target, child, started)
+        target.close()
+    finally:
+        child.end()
 
 
-class _PipeNode:
-    def __init__(self, target: PipeTarget, ids: list[int] | None = None) -> None:
-        self._target = target
-        self._ids = list(ids or ())
-        self._open: list[Future[tuple[Reply, list[int]]]] = []
+PEERS: dict[str, Callable[..., Any]] = {"openvino": openvino, "llama.cpp": llama_cpp}
 
-    def _settle(self) -> list[int]:
-        for future in self._open:
-            self._ids += future.result()[1]
-        self._open.clear()
-        return self._ids
 
-    def extend(self, text: str) -> None:
-        self._ids = self._settle() + self._target.vocabulary.encode_plain(text, at_start=not self._ids)
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One run of each on the same text."""
 
-    def generate(self, max_tokens: int, *, temperature: float = 0.0) -> "Future[Reply]":
-        inner = self._target.ask(self._settle(), max_tokens, temperature)
-        self._open.append(inner)
-        outer: Future[Reply] = Future()
-        inner.add_done_callback(
-            lambda f: outer.set_exception(f.exception()) if f.exception() else outer.set_result(f.result()[0])
-        )
-        return outer
+    ours: Figures
+    peer: Figures
+    shares: tuple[Shares, Shares]
 
-    def fork(self, n: int) -> list[Node]:
-        return [_PipeNode(self._target, self._settle()) for _ in range(n)]
-
-    def select(self, choices: list[str]) -> "Future[Reply]":
-        raise NotImplementedError(f"{self._target.name} does not score choices")
-
-    def close(self) -> None:
-        self._open.clear()
+    def ratio(self, workload: Workload) -> float:
+        """How many times better ours is by the headline."""
+        a, b = self.ours[workload.headline], self.peer[workload.headline]
+        return b / a if workload.better == "lower" else a / b
 
 
 def compare(
-    ours: Target, peer: Target, vocabulary: Vocabulary, names: list[str], *, repeats: int, scale: float
-) -> dict[str, Any]:
-    """Ours and the peer in turn, A B A B, each pair on the same text. `ratio` > 1 means that ours is ahead; one per pair."""
-    report = {}
-    for name in names:
-        workload = WORKLOADS[name]
-        mine, theirs, ratios = [], [], []
-        for repeat in range(-1, repeats):  # the first pair warms up
-            a = workload.run(ours, Texts(vocabulary, 100 + repeat), scale)[workload.headline]
-            b = workload.run(peer, Texts(vocabulary, 100 + repeat), scale)[workload.headline]
-            if repeat >= 0:
-                mine.append(a)
-                theirs.append(b)
-                ratios.append(b / a if workload.better == "lower" else a / b)
-        report[name] = {
-            "headline": workload.headline, "ours": Figure(tuple(mine)).as_dict(), "peer": Figure(tuple(theirs)).as_dict(),
-            "ratio": Figure(tuple(ratios), "x").as_dict(),
-        }  # fmt: skip
-        print(
-            f"{name}: ours {Figure(tuple(mine))}  {peer.name} {Figure(tuple(theirs))}  ratio {Figure(tuple(ratios), 'x')}",
-            file=sys.stderr,
-        )
+    ours: Target, peer: Peer, vocabulary: Vocabulary, workloads: Iterable[Workload], *,
+    repeats: int, scale: float, machine: Machine | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Per workload: `ours`, `peer` and `ratio` (one value per pair; above 1 ours is ahead), all figures of both, warnings."""
+    report: dict[str, Any] = {}
+    for workload in workloads:
+        one_pair(ours, peer, vocabulary, workload, scale, "warm-up")
+        pairs: list[Pair] = []
+        redone = 0
+        while len(pairs) < repeats:
+            pair = one_pair(ours, peer, vocabulary, workload, scale, f"{len(pairs)}.{redone}")
+            if any(shares.is_disturbed for shares in pair.shares) and redone < MAX_REDONE:
+                redone += 1
+                continue
+            pairs.append(pair)
+        report[workload.name] = entry = summary(ours, peer.target, workload, pairs, scale, machine) | {"redone": redone}
+        print(_line(workload, peer.target.name, entry), file=sys.stderr, flush=True)
     return report
+
+
+def one_pair(ours: Target, peer: Peer, vocabulary: Vocabulary, workload: Workload, scale: float, run: str) -> Pair:
+    """Ours while the peer stands still, then the peer. The peer's name is part of the text's seed: ours never sees a text twice."""
+
+    def go(target: Target) -> tuple[Figures, Shares]:
+        with Watch(target.pids) as watch:
+            figures = workload.run(target, measuring.texts(vocabulary, workload, peer.target.name, run), scale)
+        return figures, watch.shares
+
+    peer.child.pause()
+    try:
+        a, shares_a = go(ours)
+    finally:
+        peer.child.resume()
+    b, shares_b = go(peer.target)
+    return Pair(a, b, (shares_a, shares_b))
+
+
+def summary(
+    ours: Target, peer: Target, workload: Workload, pairs: Sequence[Pair], scale: float, machine: Machine | None
+) -> dict[str, Any]:
+    mine = [measuring.with_floor(pair.ours, workload, scale, machine) for pair in pairs]
+    sides = {
+        "ours": measuring.judged(mine, [p.shares[0] for p in pairs], workload, ours, repeats=len(pairs), warm_ups=1),
+        "peer": measuring.judged([p.peer for p in pairs], [p.shares[1] for p in pairs], workload, peer, repeats=len(pairs), warm_ups=1),
+    }
+    return {
+        "headline": workload.headline, "better": workload.better,
+        **{side: measured.figures[workload.headline].as_dict() for side, measured in sides.items()},
+        "ratio": Figure(tuple(pair.ratio(workload) for pair in pairs), "x").as_dict(),
+        "details": {side: measured.as_dict() for side, measured in sides.items()},
+        "warnings": [f"{side}: {w}" for side, measured in sides.items() for w in measured.warnings],
+    }  # fmt: skip
+
+
+def by_workload(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """From one report per peer to one per workload, with the best peer: the one that ours is least ahead of."""
+    names = list(dict.fromkeys(name for report in reports.values() for name in report))
+    found: dict[str, Any] = {}
+    for name in names:
+        entries = {peer: report[name] for peer, report in reports.items() if name in report}
+        best = min(entries, key=lambda peer: entries[peer]["ratio"]["median"])
+        found[name] = {"best_peer": best, **{k: entries[best][k] for k in ("headline", "ours", "peer", "ratio")}, "peers": entries}
+    return found
+
+
+def _line(workload: Workload, peer: str, entry: Mapping[str, Any]) -> str:
+    figures = {key: Figure(tuple(entry[key]["values"]), entry[key]["unit"]) for key in ("ours", "peer", "ratio")}
+    text = f"{workload.name}: ours {figures['ours']}  {peer} {figures['peer']}  ratio {figures['ratio']}"
+    return "\n  warning: ".join([text, *entry["warnings"]])

@@ -1,0 +1,115 @@
+"""The least time a workload can take on a machine: what its reports are judged against. Pure arithmetic, no engine.
+
+Model of a step (Williams et al. 2009, "Roofline"): every weight and every visible KV slot is read at least once, at the rate of the memory that
+they fit in; every multiply-add is done once, at the peak of its kind; both overlap perfectly. So
+
+    seconds = max(bytes / read rate, 2 * matrix multiply-adds / 8-bit peak + 2 * attention multiply-adds / float peak)
+
+The rates come from `kernels/limits.py` (measured), the sizes from the model's file. A workload's floor adds up the fewest steps that can do
+it, with each distinct token computed once and shared prefixes read once a step: what a perfect cache and scheduler would do.
+Not counted: activations, KV writes, sampling, tokenization, everything outside the forward. So nothing reaches 1.0 x floor.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from anabranch.kernels.formats import RawTensor
+
+
+class Rates(Protocol):
+    """What `kernels.limits.Limits` measures. A multiply-add counts as two operations."""
+
+    @property
+    def float_ops_per_s(self) -> float: ...
+
+    @property
+    def byte_ops_per_s(self) -> float: ...
+
+    def read_rate(self, num_bytes: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A model, as far as its cost goes.
+
+    matrix_bytes        weights of all layers, as they lie in the file;  matrix_values  how many: multiply-adds per token
+    head_bytes          the matrix that makes logits (the embedding, where tied);  head_values  multiply-adds per row of logits
+    kv_bytes_per_token  keys and values of one token in all layers
+    attention_per_pair  multiply-adds for one query token and one visible token, all layers: q.k and p*v over all query heads
+    """
+
+    matrix_bytes: int
+    matrix_values: int
+    head_bytes: int
+    head_values: int
+    kv_bytes_per_token: int
+    attention_per_pair: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward; on average, where a plan's steps differ.
+
+    new_tokens  tokens through the layers;  logits  rows through the head
+    kv_read     cached tokens whose KV must be read, each once, however many rows see it
+    pairs       (query token, visible token) pairs over all rows
+    times       how many steps like this one
+    """
+
+    new_tokens: float
+    logits: float
+    kv_read: float
+    pairs: float
+    times: int = 1
+
+
+def prefill(rows: int, new_tokens: int, *, shared: int = 0, own: int = 0) -> Step:
+    """`rows` prompts, each with so many new tokens behind `own` cached ones behind a prefix of `shared` that all of them have."""
+    seen = shared + own
+    pairs = rows * (new_tokens * seen + new_tokens * (new_tokens + 1) / 2)
+    return Step(rows * new_tokens, rows, shared + rows * own, pairs)
+
+
+def decode(rows: int, steps: int, *, shared: int = 0, own: int) -> Step:
+    """`steps` steps of one token for each of `rows` rows, whose own context behind the shared prefix has `own` tokens at first.
+
+    The cost grows evenly with the context, so all of them cost what the middle one does.
+    """
+    middle = own + steps // 2
+    return Step(rows, rows, shared + rows * middle, rows * (shared + middle), steps)
+
+
+def step_seconds(step: Step, sizes: Sizes, rates: Rates, *, exact: bool = False) -> float:
+    """The least time of one such step. `exact`: activations are not rounded, so that products run at the float peak."""
+    weights = sizes.matrix_bytes + (sizes.head_bytes if step.logits else 0)
+    num_bytes = weights + int(step.kv_read * sizes.kv_bytes_per_token)
+    matrix = step.new_tokens * sizes.matrix_values + step.logits * sizes.head_values
+    peak = rates.float_ops_per_s if exact else rates.byte_ops_per_s
+    compute = 2 * matrix / peak + 2 * step.pairs * sizes.attention_per_pair / rates.float_ops_per_s
+    return max(num_bytes / rates.read_rate(num_bytes), compute)
+
+
+def seconds(plan: Iterable[Step], sizes: Sizes, rates: Rates, *, exact: bool = False) -> float:
+    """The least time of a whole plan."""
+    return sum(step.times * step_seconds(step, sizes, rates, exact=exact) for step in plan)
+
+
+def sizes_of(
+    tensors: Mapping[str, RawTensor], *, num_layers: int, num_heads: int, head_dim: int, kv_bytes_per_token: int
+) -> Sizes:
+    """Sizes from a checkpoint's tensors by their canonical names.
+
+    2-d tensors of layers are matrices, and the head is `lm_head`, or the embedding. Of an embedding that
+    is not the head, a step reads a row per token: nothing.
+    """
+    layers = [t for name, t in tensors.items() if ".layers." in name and len(t.shape) == 2]
+    head = tensors.get("lm_head.weight") or tensors["model.embed_tokens.weight"]
+    return Sizes(
+        matrix_bytes=sum(t.data.nbytes for t in layers),
+        matrix_values=sum(t.shape[0] * t.shape[1] for t in layers),
+        head_bytes=head.data.nbytes,
+        head_values=head.shape[0] * head.shape[1],
+        kv_bytes_per_token=kv_bytes_per_token,
+        attention_per_pair=2 * num_layers * num_heads * head_dim,
+    )
