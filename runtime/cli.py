@@ -134,6 +134,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     imported = time.perf_counter()
     with Engine(arguments.model, **_engine_options(arguments)) as engine:
         started = time.perf_counter()
+        parts = engine.info()["start_ms"] if arguments.trace else ()
         first = None
         if arguments.chat:
             pieces = engine.stream_chat([{"role": "user", "content": arguments.prompt}], **_sampling(arguments))
@@ -142,17 +143,22 @@ def run_generate(arguments: argparse.Namespace) -> int:
         for piece in pieces:
             first = first or time.perf_counter()
             print(piece, end="", flush=True)
-        print()
+        print(flush=True)
         ended = time.perf_counter()
     if arguments.trace:
-        steps = {
-            "imports": imported - began,
-            "engine start": started - imported,
-            "first text": (first or ended) - started,
-        }
-        for name, seconds in {**steps, "the rest": ended - (first or ended), "total": ended - began}.items():
-            print(f"{name:>14}  {1000 * seconds:9.1f} ms", file=sys.stderr)
+        first = first or ended
+        _show_lap("imports", 1000 * (imported - began))
+        _show_lap("engine start", 1000 * (started - imported))
+        for name, milliseconds in parts:
+            _show_lap(f"  {name}", milliseconds)
+        _show_lap("first text", 1000 * (first - started))
+        _show_lap("the rest", 1000 * (ended - first))
+        _show_lap("total", 1000 * (ended - began))
     return 0
+
+
+def _show_lap(name: str, milliseconds: float) -> None:
+    print(f"{name:<30}{milliseconds:9.1f} ms", file=sys.stderr)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:

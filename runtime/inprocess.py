@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.runtime.config import EngineConfig
 from anabranch.runtime.errors import EngineStartError
+from anabranch.runtime.laps import Laps
 from anabranch.runtime.messages import Error, StepResult, ToClient, ToScheduler, ToTokenizer
 from anabranch.runtime.transport import Mailbox
 
@@ -169,10 +170,12 @@ def build_parts(thread: EngineThread) -> Parts:
     )
     from anabranch.runtime.tokenizer.service import TokenizerService
 
-    config = thread.config
+    config, laps = thread.config, Laps()
     path = resolve_model(config.model)
+    laps.lap("model found")
     text = open_text(config, path)
-    worker = build_worker(config, path, text)
+    laps.lap("tokenizer and template")
+    worker = build_worker(config, path, text, laps)
     ready = worker.ready()
     lanes = Lanes(lambda job_id, result: thread.put(JobDone(job_id, result)))
     gate = GrammarGate()

@@ -323,6 +323,7 @@ class Welcome(Message):
     bos_token_id: int | None = None
     num_layers: int = 0
     kv_bytes_per_token: int = 0
+    start_ms: tuple[tuple[str, float], ...] = ()  # what the worker's start did, in order, and milliseconds
 
 
 class Delta(Message):
@@ -569,6 +570,7 @@ class SchedulerReady(Message):
     context_length: int
     num_layers: int = 0
     kv_bytes_per_token: int = 0
+    start_ms: tuple[tuple[str, float], ...] = ()  # the worker's
 
 
 class Heartbeat(Message):
@@ -664,6 +666,7 @@ class WorkerReady(Message):
     num_layers: int = 0
     kv_bytes_per_token: int = 0
     shares_logits: bool = False  # it understands rows with num_new 0, which sample from the row named in `logits_of`
+    start_ms: tuple[tuple[str, float], ...] = ()  # what its start did, in order, and milliseconds
 
 
 class RowError(Message):

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from anabranch.runtime.config import EngineConfig, cache_dir
+from anabranch.runtime.laps import Laps
 from anabranch.runtime.messages import Grammar, SchedulerReady, WorkerReady
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ def build_model_side(path: Path, text: ModelText, check_grammar: Callable[[Gramm
     return ModelSide(path.name, text.vocabulary, turns, check_grammar)
 
 
-def build_worker(config: EngineConfig, path: Path, text: ModelText) -> AnyWorker:
+def build_worker(config: EngineConfig, path: Path, text: ModelText, laps: Laps) -> AnyWorker:
     """Load the model. Raises CheckpointError, MemoryError, ConfigError."""
     from anabranch.runtime.faults import FaultyWorker
     from anabranch.runtime.worker.worker import Worker
 
+    laps.lap("imports of the worker")
     settings, cache, faults = config.worker, config.cache, config.debug.faults
     worker = Worker(
         path,
@@ -68,6 +70,7 @@ def build_worker(config: EngineConfig, path: Path, text: ModelText) -> AnyWorker
         cache_dir=cache_dir(),
         kept_weights_bytes=settings.kept_weights_bytes,
         poison_fresh_pages=faults is not None and faults.poison_fresh_pages,
+        laps=laps,
     )
     return worker if faults is None else FaultyWorker(worker, faults)
 
@@ -80,7 +83,8 @@ def build_scheduler(config: EngineConfig, ready: WorkerReady) -> Scheduler:
 
 def scheduler_ready(ready: WorkerReady) -> SchedulerReady:
     return SchedulerReady(
-        ready.num_pages, ready.page_size, ready.vocab_size, ready.context_length, ready.num_layers, ready.kv_bytes_per_token
+        ready.num_pages, ready.page_size, ready.vocab_size, ready.context_length, ready.num_layers, ready.kv_bytes_per_token,
+        ready.start_ms,
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from anabranch.runtime.config import EngineConfig, from_json
+from anabranch.runtime.laps import Laps
 from anabranch.runtime.messages import (
     FromScheduler,
     FromWorker,
@@ -102,8 +103,12 @@ def run_worker(config: EngineConfig, directory: Path, life: Life) -> None:
     from anabranch.runtime.models_cache import resolve_model
     from anabranch.runtime.parts import build_worker, open_text
 
+    laps = Laps()
     path = resolve_model(config.model)
-    worker = build_worker(config, path, open_text(config, path))
+    laps.lap("model found")
+    text = open_text(config, path)
+    laps.lap("tokenizer and template")
+    worker = build_worker(config, path, text, laps)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link: StageLink[ToWorker] = StageLink(context, endpoint(directory, "worker"), ToWorker, config.limits, bind=False)
     link.send(worker.ready())

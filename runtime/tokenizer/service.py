@@ -243,7 +243,7 @@ class TokenizerService:
                 context_length=ready.context_length, page_size=ready.page_size, num_pages=ready.num_pages,
                 has_chat_template=self.model.turns is not None, eos_token_ids=vocabulary.eos_token_ids,
                 bos_token_id=vocabulary.bos_token_id, num_layers=ready.num_layers,
-                kv_bytes_per_token=ready.kv_bytes_per_token,
+                kv_bytes_per_token=ready.kv_bytes_per_token, start_ms=ready.start_ms,
             ),
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from anabranch.kernels import registry
 from anabranch.kernels.interface import Logits
 from anabranch.kernels.layout import KVSpec, SharedPrefix, StepBatch, TreeMask
 from anabranch.kernels.packed_cache import WeightStore
+from anabranch.runtime.laps import Laps
 from anabranch.runtime.messages import Error, SlotStart, StepPlan, StepResult, WorkerReady, as_ints
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 from anabranch.runtime.worker.grammar import Grammars
@@ -44,6 +45,7 @@ class Worker:
     kv_dtype      "auto": float16, or float32 on the reference backend
     num_pages     None: what fits into `memory_bytes`, or else room for 65,536 tokens in at most a quarter of the free memory
     context_length   None: the model's; may only be smaller
+    laps          the stopwatch of the start so far
     cache_dir     where native code and packed weights are kept; None: the user's cache, and no weights
     kept_weights_bytes   disk for the packed weights of all models; 0: none are kept
     Raises        CheckpointError, MemoryError (with the sizes), ValueError, kernels.registry.BackendUnavailable
@@ -66,8 +68,11 @@ class Worker:
         cache_dir: Path | None = None,
         kept_weights_bytes: int = 0,
         poison_fresh_pages: bool = False,
+        laps: Laps | None = None,
     ) -> None:
+        self._laps = laps = laps or Laps()
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        laps.lap("headers of the weights")
         store = None
         # Exact weights are float32, eight times the file, and for comparing.
         if cache_dir is not None and kept_weights_bytes and checkpoint.source is not None and precision == "fast":
@@ -75,6 +80,7 @@ class Worker:
         self._backend = registry.backend(
             backend, precision=precision, num_threads=num_threads, cache_dir=cache_dir and cache_dir / "native", store=store
         )
+        laps.lap("backend")
         self._model, report = build_model(checkpoint, self._backend)
         self._report = str(report)
         config = self._model.config
@@ -86,12 +92,15 @@ class Worker:
             page_size * self.kv_bytes_per_token, page_size, num_pages=num_pages, budget_bytes=memory_bytes
         )
         self._kv = self._backend.kv_pool(KVSpec(num_pages=pages, page_size=page_size, dtype=dtype, **shape))
+        laps.lap("model and KV pool")
         self._forward = self._backend.compile(self._model.forward, self._kv)
+        laps.lap("weights packed, or mapped")
         self._poison_fresh_pages = poison_fresh_pages
         self._grammars = None if vocabulary is None else Grammars(vocabulary)
         self._vocab_size = config.vocab_size
         self._vocab_limit = 0 if vocabulary is None else vocabulary.num_tokens
         self._slots = Slots(max_slots)
+        laps.lap("grammars and slots")
 
     def ready(self) -> WorkerReady:
         spec = self._kv.spec
@@ -105,6 +114,7 @@ class Worker:
             num_layers=spec.num_layers,
             kv_bytes_per_token=self.kv_bytes_per_token,
             shares_logits=True,
+            start_ms=tuple(self._laps.laps),
         )
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """The command line as a newcomer meets it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,10 @@ def anabranch(*arguments: str, said: str = "") -> subprocess.CompletedProcess[st
 def test_generate_streams_text_and_says_where_time_went(model_path: Path) -> None:
     done = anabranch("generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0", "--trace")
     assert done.returncode == 0 and "Paris" in done.stdout
-    assert "engine start" in done.stderr and "first text" in done.stderr
+    laps = {name.strip(): float(value) for name, value in re.findall(r"^(.{30})\s*([\d.]+) ms$", done.stderr, re.MULTILINE)}
+    parts = ("tokenizer and template", "headers of the weights", "backend", "weights packed, or mapped")
+    assert {"imports", "engine start", "first text", "total", *parts} <= laps.keys()
+    assert sum(laps[name] for name in parts) <= laps["engine start"] <= laps["total"]
 
 
 def test_chat_answers_until_the_input_ends(model_path: Path) -> None:
