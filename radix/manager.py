@@ -268,6 +268,15 @@ class KVManager:
         branch.peak = max(branch.peak, branch.position)
         self.tree.unlock(branch.node)
 
+    def discard(self, branch: Branch) -> None:
+        """Detach without publishing, and remove the branch's path from the tree as far up as nobody else needs it.
+
+        For KV that cannot be trusted, of which nobody can say where the fault began. The branch keeps its tokens.
+        """
+        branch.computed = branch.reserved = min(branch.computed, self.tree.nodes.end[branch.node])
+        self.detach(branch)
+        self.tree.discard(branch.node)
+
     def settle(self) -> None:
         """The copies asked for so far have been planned: their sources need not stay any longer."""
         holds, self.holds = self.holds, []

@@ -400,6 +400,18 @@ class RadixTree:
         self.num_evicted_pages += freed
         return freed
 
+    def discard(self, node: int) -> int:
+        """Remove the path to the node from its end up to where somebody else needs it; returns pages freed.
+
+        Who does is whoever has it locked or leased, and whoever has tokens that go on from there.
+        """
+        freed = 0
+        while self.is_evictable(node):
+            freed += self.num_own_pages(node)
+            node, leaf = self.nodes.parent[node], node
+            self._remove(leaf)
+        return freed
+
     def supersede(self, node: int) -> None:
         """Send the node to the head of the eviction order, unless somebody else may want it."""
         if self.is_evictable(node) and not self.nodes.idle[node]:

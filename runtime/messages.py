@@ -103,6 +103,8 @@ class Error(Message):
     code: str | None = None  # e.g. "context_length_exceeded", "kv_capacity_exceeded", "worker_lost"
 
 
+NOT_FINITE = "not_finite"  # the code of an error: logits were NaN or infinite, so the KV that led to them is used for nothing else
+
 FinishReason = Literal["stop", "length", "abort"]
 
 # ---------------------------------------------------------------- client -> tokenizer

@@ -150,16 +150,20 @@ class _Slot:
     refusals: int = 0
 
 
+TOLD_TO_FAIL = Error("internal_error", "told to fail")
+
+
 class FakeWorker:
     """Carries out plans as the real one does, in order. Sees what a plan says and nothing else.
 
     A grammar with source "5:2" is done after five tokens, and answers the first two requests for a token with none, as if
-    it were still being compiled. `fail` may name slots of a plan that are to fail.
+    it were still being compiled. `fail` may name slots of a plan that are to fail, with the error `failure`.
     """
 
     def __init__(
         self, *, num_pages: int = 64, page_size: int = 4, max_slots: int = 8, vocab_size: int = 16,
         context_length: int = 256, shares_logits: bool = True, fail: Callable[[StepPlan], Sequence[int]] | None = None,
+        failure: Error = TOLD_TO_FAIL,
     ) -> None:  # fmt: skip
         self.model = FakeModel(vocab_size)
         self.num_pages, self.page_size, self.max_slots = num_pages, page_size, max_slots
@@ -167,7 +171,7 @@ class FakeWorker:
         self.slots: dict[int, _Slot] = {}
         self.last_step_id = 0
         self.num_computed = 0  # tokens, over all steps
-        self._fail = fail
+        self._fail, self.failure = fail, failure
         self._identity = np.zeros((num_pages, page_size), np.uint64)
         self._tokens = np.zeros((num_pages, page_size), np.int64)
 
@@ -355,7 +359,7 @@ class _Step:
         return StepResult(
             step_id=self.plan.step_id, slots=ints(slots), counts=ints(counts), token_ids=ints(ids), grammar_done=ints(done),
             logprobs=tuple(logprobs), prompt_logprobs=self._prompt_logprobs(),
-            errors=tuple(RowError(slot, Error("internal_error", "told to fail")) for slot in sorted(doomed)),
+            errors=tuple(RowError(slot, self.w.failure) for slot in sorted(doomed)),
             **self._scores(),  # type: ignore[arg-type]  # two fields of tuples
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from anabranch.radix.branch import Tail
 from anabranch.radix.manager import Copies
 from anabranch.runtime.errors import internal, invalid
 from anabranch.runtime.messages import (
+    NOT_FINITE,
     Error,
     Finished,
     FinishReason,
@@ -252,7 +253,9 @@ class Lifecycle:
         s.fresh.pop(slot, None)
         if request.state is State.ENDED:
             self._cut(request)
-        if kv.attached:
+        if kv.attached and request.is_tainted:
+            s.manager.discard(kv)
+        elif kv.attached:
             s.manager.detach(kv)
         if request.state is State.ENDED:
             self._cut(request, is_last=True)
@@ -304,8 +307,9 @@ class Lifecycle:
         )
 
     def refuse(self, request: Request, error: Error) -> None:
-        """End with an error; the branch goes back to what it was. What was computed stays in the cache."""
+        """End with an error; the branch goes back to what it was. What was computed stays in the cache, unless it is what failed."""
         request.cut_len = request.start_len
+        request.is_tainted = error.code == NOT_FINITE
         usage = self._end(request, self.num_generated(request))
         self.s.counters["refused"] += 1
         self._send_end(request, Refused(request.request_id, error, usage))

@@ -72,6 +72,7 @@ class Request:
     num_followers: int = 0
     cut_len: int | None = None  # length to go back to when it leaves its slot
     is_cut_superseded: bool = False
+    is_tainted: bool = False  # its KV gave logits that are no numbers: nobody else may use it
     charged_upto: int = 0  # length that its program has been charged for
     expected: int = 0  # further tokens, as of `expected_at`: (generated, outputs seen)
     expected_at: tuple[int, int] = (-1, -1)

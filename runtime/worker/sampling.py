@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from anabranch.kernels.interface import Backend, Logits
 from anabranch.kernels.layout import Sampled, SamplingBatch
+from anabranch.runtime.messages import NOT_FINITE, Error
 from anabranch.runtime.worker.grammar import GrammarFailure
 from anabranch.runtime.worker.slots import Extras, Slots
 
@@ -21,8 +22,9 @@ Floats = NDArray[np.float32]
 ALL_BITS = np.uint32(0xFFFFFFFF)
 PATIENCE_S = 0.005  # how long a step waits for grammars to be compiled, when others wait for the step ...
 LONELY_PATIENCE_S = 0.25  # ... and when nobody does
-NOT_FINITE = "the model's output is not finite (NaN or infinity)"
+BROKEN = Error("internal_error", "the model's output is not finite (NaN or infinity)", code=NOT_FINITE)
 NOTHING_LEFT = "nothing may be sampled: bans and biases exclude every token"
+BROKEN_OR_BANNED = Error("internal_error", f"{BROKEN.message}, or {NOTHING_LEFT}", code=NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Drawn:
     token_ids: Ints
     logit_rows: Ints
     sampled: Sampled | None = None
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Error] = field(default_factory=dict)
 
 
 def draw_tokens(
@@ -79,7 +81,7 @@ def draw_tokens(
         plain = backend.sample(logits, _batch(slots, draws, Edits(num_rows, vocab_size), num_rows, vocab_limit))
         return _keep_plain(slots, draws, plain)
     special = np.flatnonzero(has_extras)
-    failures: dict[int, str] = {}
+    failures: dict[int, Error] = {}
     dictated = _dictated(slots, draws, special, failures)
     edits = Edits(num_rows, vocab_size)
     for i in special.tolist():
@@ -97,7 +99,7 @@ def draw_tokens(
 
 
 def _dictated(
-    slots: Slots, draws: Draws, special: NDArray[np.intp], failures: dict[int, str]
+    slots: Slots, draws: Draws, special: NDArray[np.intp], failures: dict[int, Error]
 ) -> dict[int, list[int] | None]:
     """Tokens that need no draw, by index of the draw; None where the grammar is still being compiled."""
     dictated: dict[int, list[int] | None] = {}
@@ -115,18 +117,18 @@ def _dictated(
             elif tokens := grammar.take_forced():
                 dictated[i] = tokens
         except GrammarFailure as fault:
-            failures[slot] = str(fault)
+            failures[slot] = fault.to_wire()
     return dictated
 
 
-def _edit(slots: Slots, draws: Draws, i: int, edits: "Edits", failures: dict[int, str]) -> bool:
+def _edit(slots: Slots, draws: Draws, i: int, edits: "Edits", failures: dict[int, Error]) -> bool:
     """Whether the draw can be made now."""
     slot = int(draws.slots[i])
     num_generated = int(draws.positions[i]) - int(slots.prompt_lens[slot])
     try:
         return edits.add(int(draws.logit_rows[i]), _extras(slots, slot), num_generated)
     except GrammarFailure as fault:
-        failures[slot] = str(fault)
+        failures[slot] = fault.to_wire()
         return True
 
 
@@ -207,9 +209,9 @@ def _batch(slots: Slots, draws: Draws, edits: Edits, num_rows: int, vocab_limit:
 
 def _keep_plain(slots: Slots, draws: Draws, sampled: Sampled) -> Drawn:
     token_ids = sampled.token_ids[draws.logit_rows]
-    failures: dict[int, str] = {}
+    failures: dict[int, Error] = {}
     if (token_ids < 0).any():
-        failures = dict.fromkeys(draws.slots[token_ids < 0].tolist(), NOT_FINITE)
+        failures = dict.fromkeys(draws.slots[token_ids < 0].tolist(), BROKEN)
         draws, token_ids = draws.where(token_ids >= 0), token_ids[token_ids >= 0]
     slots.last_tokens[draws.slots] = token_ids
     return Drawn(draws.slots, np.ones(len(draws), np.int32), token_ids, draws.logit_rows, sampled, failures)
@@ -217,7 +219,7 @@ def _keep_plain(slots: Slots, draws: Draws, sampled: Sampled) -> Drawn:
 
 def _keep(
     slots: Slots, draws: Draws, is_drawn: NDArray[np.bool_], dictated: dict[int, list[int] | None], sampled: Sampled | None,
-    failures: dict[int, str],
+    failures: dict[int, Error],
 ) -> Drawn:  # fmt: skip
     tokens: list[list[int]] = []
     kept: list[int] = []
@@ -240,12 +242,12 @@ def _keep(
     return Drawn(draws.slots[kept], counts, token_ids, logit_rows, sampled, failures)
 
 
-def _follow(slots: Slots, slot: int, token_id: int, failures: dict[int, str]) -> list[int]:
+def _follow(slots: Slots, slot: int, token_id: int, failures: dict[int, Error]) -> list[int]:
     """The drawn token, and those that the slot's grammar dictates after it."""
     extras = slots.extras[slot]
     if token_id < 0:
         constrained = extras is not None and (extras.grammar is not None or len(extras.bias_ids) > 0)
-        failures[slot] = f"{NOT_FINITE}, or {NOTHING_LEFT}" if constrained else NOT_FINITE
+        failures[slot] = BROKEN_OR_BANNED if constrained else BROKEN
         return []
     if extras is None or extras.grammar is None:
         return [token_id]
@@ -253,7 +255,7 @@ def _follow(slots: Slots, slot: int, token_id: int, failures: dict[int, str]) ->
         extras.grammar.advance(token_id)
         return [token_id] if token_id in extras.stop_ids else [token_id, *extras.grammar.take_forced()]
     except GrammarFailure as fault:
-        failures[slot] = str(fault)
+        failures[slot] = fault.to_wire()
         return []
 
 

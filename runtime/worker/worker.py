@@ -6,7 +6,6 @@ A pure object: no socket, no thread of its own but the grammar compiler's. What 
 
 import time
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +31,16 @@ from anabranch.runtime.worker.plans import (
     wanted_logits,
 )
 from anabranch.runtime.worker.results import Results, known_logprobs, sampled_logprobs
-from anabranch.runtime.worker.sampling import NOT_FINITE, Drawn, Draws, draw_tokens, rounds
+from anabranch.runtime.worker.sampling import BROKEN, Drawn, Draws, draw_tokens, rounds
 from anabranch.runtime.worker.slots import Slots
 
 Ints = NDArray[np.int32]
-ErrorType = Literal["invalid_request_error", "internal_error"]
 
 
 class Worker:
     """`model` is a path (directory or .gguf) or an opened checkpoint; `vocabulary` is what grammars need.
 
-    kv_dtype      "auto": float16, or float32 on the reference backend
+    kv_dtype      "auto": int16, or float32 on the reference backend
     num_pages     None: what fits into `memory_bytes`, or else room for 65,536 tokens in at most a quarter of the free memory
     context_length   None: the model's; may only be smaller
     laps          the stopwatch of the start so far
@@ -85,7 +83,7 @@ class Worker:
         self._report = str(report)
         config = self._model.config
         self.context_length = _shorter(config.context_length, context_length)
-        dtype = kv_dtype if kv_dtype != "auto" else ("f32" if self._backend.name == "reference" else "f16")
+        dtype = kv_dtype if kv_dtype != "auto" else ("f32" if self._backend.name == "reference" else "int16")
         shape = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         self.kv_bytes_per_token = kv_bytes_per_token(**shape, dtype=dtype)
         pages = choose_num_pages(
@@ -152,7 +150,7 @@ class Worker:
             self._slots.start(start, None)
             if params.grammar is not None:
                 problem = "grammars are not enabled: this worker was started without a vocabulary"
-                self._fail(start.slot, problem, results, "invalid_request_error")
+                self._fail(start.slot, Error("invalid_request_error", problem), results)
             return
         grammar = self._grammars.start(
             params.grammar,
@@ -223,8 +221,8 @@ class Worker:
                 self._slots, self._backend, logits, part,
                 num_rows=len(batch.logit_rows), vocab_size=self._vocab_size, vocab_limit=self._vocab_limit,
             )  # fmt: skip
-            for slot, problem in drawn.failures.items():
-                self._fail(slot, problem, results)
+            for slot, error in drawn.failures.items():
+                self._fail(slot, error, results)
             results.add(drawn.slots, drawn.counts, drawn.token_ids, self._slots.grammar_done(drawn.slots))
             self._sampled_logprobs(drawn, results)
 
@@ -248,7 +246,7 @@ class Worker:
             places = np.searchsorted(batch.logit_rows, tokens).astype(np.int32)
             logprobs, _ = self._backend.logprobs_of(logits, places, following)
             if not np.isfinite(logprobs).all():
-                self._fail(slot, NOT_FINITE, results)
+                self._fail(slot, BROKEN, results)
                 continue
             k = int(self._slots.num_top_logprobs[slot])
             tops = self._backend.top_logprobs(logits, places, k) if k > 0 else None
@@ -259,15 +257,15 @@ class Worker:
             places = np.searchsorted(batch.logit_rows, target_tokens(rows, tree)).astype(np.int32)
             logprobs, is_greedy = self._backend.logprobs_of(logits, places, as_ints(tree.target_token_ids))
             if not np.isfinite(logprobs).all():
-                self._fail(int(rows.slots[rows.index(tree.row)]), NOT_FINITE, results)
+                self._fail(int(rows.slots[rows.index(tree.row)]), BROKEN, results)
             results.score_logprobs.append(np.asarray(logprobs, "<f4").tobytes())
             results.score_is_greedy.append(np.asarray(is_greedy, np.uint8).tobytes())
 
     # ------------------------------------------------------------ errors
 
-    def _fail(self, slot: int, problem: str, results: Results, kind: ErrorType = "internal_error") -> None:
+    def _fail(self, slot: int, error: Error, results: Results) -> None:
         """The slot's request ends with this error; later rows that were planned before that was known report it again."""
-        self._slots.failures[slot] = results.fail(slot, Error(type=kind, message=problem))
+        self._slots.failures[slot] = results.fail(slot, error)
 
     def _repeat_failures(self, slots: Ints, results: Results) -> None:
         for slot in slots.tolist():

@@ -94,6 +94,10 @@ class CacheModel(RuleBasedStateMachine):
     def detach(self, data: st.DataObject) -> None:
         self.world.detach(self.pick(data, attached=True))
 
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        self.world.discard(self.pick(data, attached=True))
+
     @rule(data=st.data(), seconds=st.sampled_from([None, 1.0, 4.0]))
     def lease(self, data: st.DataObject, seconds: float | None) -> None:
         self.world.lease(self.pick(data, attached=False), seconds)

@@ -192,6 +192,14 @@ class World:
         self.manager.detach(branch)
         assert not branch.attached and not branch.computed and not branch.num_pages
 
+    def discard(self, branch: Branch) -> None:
+        """What it has not published stays unknown; what it had may go, unless somebody else needs it."""
+        tokens, known = len(branch), self.manager.tree.nodes.end[branch.node]
+        self._void_steps(branch)
+        self.manager.discard(branch)
+        assert not branch.attached and not branch.num_pages and len(branch) == tokens
+        assert branch.position <= known
+
     def lease(self, branch: Branch, seconds: float | None) -> None:
         granted = self.manager.lease(branch, None if seconds is None else self.now + seconds, self.now)
         assert not granted or branch in self.manager.leases

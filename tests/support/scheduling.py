@@ -6,6 +6,7 @@ from typing import Any
 
 from anabranch.runtime.config import CacheConfig, SchedulerConfig
 from anabranch.runtime.messages import (
+    Error,
     Finished,
     OpenBranch,
     Produced,
@@ -18,7 +19,7 @@ from anabranch.runtime.messages import (
 )
 from anabranch.runtime.scheduler.policy import Policy
 from anabranch.runtime.scheduler.scheduler import Scheduler
-from anabranch.runtime.testing import FakeEngine, FakeWorker
+from anabranch.runtime.testing import TOLD_TO_FAIL, FakeEngine, FakeWorker
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -26,12 +27,12 @@ GREEDY = SamplingParams(temperature=0.0)
 def make_engine(
     *, num_pages: int = 64, page_size: int = 4, max_slots: int = 8, budget: int = 32, depth: int = 2, vocab_size: int = 64,
     context_length: int = 512, cache: CacheConfig | None = None, max_waiting: int = 65_536, fail: Any = None,
-    raise_errors: bool = True, **policy: Any,
+    failure: Error = TOLD_TO_FAIL, raise_errors: bool = True, **policy: Any,
 ) -> FakeEngine:  # fmt: skip
-    """`fail` as in `FakeWorker`; further keywords are those of `Policy`."""
+    """`fail` and `failure` as in `FakeWorker`; further keywords are those of `Policy`."""
     worker = FakeWorker(
         num_pages=num_pages, page_size=page_size, max_slots=max_slots, vocab_size=vocab_size, context_length=context_length,
-        fail=fail,
+        fail=fail, failure=failure,
     )  # fmt: skip
     config = SchedulerConfig(max_slots=max_slots, tokens_per_step=budget, max_waiting=max_waiting)
     policy = {"pipeline_depth": depth, "raise_errors": raise_errors, **policy}

@@ -322,6 +322,53 @@ def test_a_shortage_is_none_and_changes_nothing() -> None:
     assert m.can_reserve(branch, 16) == 0 and m.reserve(branch, 16) is not None
 
 
+@pytest.mark.parametrize("computed", [0, 3, 4, 7, 10])
+def test_discarded_kv_leaves_the_tree_up_to_where_somebody_else_needs_it(computed: int) -> None:
+    m = KVManager(64, 4)
+    cached(m, [*range(8), 50, 51])
+    branch = m.open(b"")
+    m.append(branch, list(range(24)))
+    assert m.attach(branch) == 8
+    for upto in (12, 12 + computed):
+        compute(m, branch, upto)
+        if upto == 12:
+            m.publish(branch)
+    m.discard(branch)
+    check(m)
+    assert not branch.attached and len(branch) == 24 and m.lookup(branch) == 8
+    assert m.num_cached() == 3, "the two shared pages, and that of the other branch"
+    m.attach(branch)
+    compute(m, branch)
+    m.detach(branch)
+    assert m.lookup(branch) == 23
+    check(m)
+
+
+def test_discarding_a_path_of_ones_own_removes_all_of_it_and_its_root() -> None:
+    m = KVManager(16, 4)
+    cached(m, list(range(10)), b"mine")
+    branch = m.open(b"mine")
+    m.append(branch, list(range(14)))
+    m.attach(branch)
+    compute(m, branch)
+    m.discard(branch)
+    check(m)
+    assert m.num_free() == 16 and m.tree.find_root(b"mine") is None and m.lookup(branch) == 0
+
+
+def test_what_a_copy_reads_and_what_is_leased_is_not_discarded() -> None:
+    m = KVManager(16, 4)
+    parent = cached(m, list(range(6)))
+    m.lease(parent, None, 0.0)
+    (child,) = m.fork(parent, 1)
+    m.append(child, [90, 91])
+    m.attach(child)
+    compute(m, child)
+    m.discard(child)
+    check(m)
+    assert m.lookup(parent) == 5 and m.num_locked() == 2
+
+
 def test_trim_gives_back_scratch_pages_only() -> None:
     m = KVManager(16, 4)
     branch = m.open(b"")

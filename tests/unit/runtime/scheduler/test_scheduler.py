@@ -17,9 +17,11 @@ from support.scheduling import (
 )
 
 from anabranch.runtime.messages import (
+    NOT_FINITE,
     AbortRequests,
     BranchExplained,
     CloseBranches,
+    Error,
     ExplainBranch,
     Finished,
     Flush,
@@ -568,6 +570,40 @@ def test_an_error_of_one_row_ends_its_request_and_no_other() -> None:
     for number in {1, 2, 3} - {broken.request_id}:
         assert tokens_of(events, number) == engine.worker.model.generate(prompt(number, 10), GREEDY, 0, 20)[0]
     assert stats_of(engine)["check"] == "ok"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("failing_step", [3, 6])  # the last chunk of the prompt; a decode
+def test_kv_of_a_row_that_is_not_finite_is_used_for_nothing_else(failing_step: int, depth: int) -> None:
+    broken = Error("internal_error", "not finite", code=NOT_FINITE)
+    engine = make_engine(fail=lambda plan: [0] if plan.step_id == failing_step else [], failure=broken, budget=16, depth=depth)
+    submit(engine, 1, prompt(1, 40), 20)
+    assert refused(engine.run_until_idle())[1].error.code == NOT_FINITE
+    manager = engine.scheduler.state.manager
+    assert manager.num_free() == manager.pool.num_pages and stats_of(engine)["check"] == "ok"
+    submit(engine, 2, prompt(1, 40), 20)
+    (again,) = finished(engine.run_until_idle()).values()
+    assert again.usage.cached_tokens == 0 and again.usage.completion_tokens == 20
+
+
+def test_kv_that_others_go_on_from_outlives_a_row_that_is_not_finite() -> None:
+    broken = Error("internal_error", "not finite", code=NOT_FINITE)
+    doomed: list[int] = []
+    engine = make_engine(fail=lambda plan: doomed, failure=broken, budget=64)
+    shared = prompt(1, 20)
+    for number in (1, 2):
+        submit(engine, number, shared + prompt(10 + number, 8), 30)
+    tick(engine, 4)
+    doomed.append(engine.scheduler.state.requests[2].slot)
+    tick(engine, 3)
+    doomed.clear()
+    events = engine.run_until_idle()
+    assert 2 in refused(engine.events) and 2 not in finished(events)
+    expected = engine.worker.model.generate(shared + prompt(11, 8), GREEDY, 0, 30)[0]
+    assert tokens_of(engine.events, 1) == expected and stats_of(engine)["check"] == "ok"
+    submit(engine, 3, shared + prompt(12, 8), 3)
+    (third,) = finished(engine.run_until_idle()).values()
+    assert third.usage.cached_tokens == 20, "what the first request holds is still there, and nothing of the second"
 
 
 @pytest.mark.parametrize("when", ["attach", "reserve", "publish"])

@@ -12,7 +12,7 @@ from support.worker_driver import GREEDY, Branch, Driver, Row, errors_of, scores
 
 from anabranch.kernels import registry
 from anabranch.kernels.random import uniform
-from anabranch.runtime.messages import SamplingParams, StepPlan, as_ints, ints
+from anabranch.runtime.messages import NOT_FINITE, SamplingParams, StepPlan, as_ints, ints
 from anabranch.runtime.tokenizer.model_text import open_model_text
 from anabranch.runtime.worker.worker import Worker
 
@@ -339,6 +339,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_slot_can_be_used_again(
     bad, beside = damaged.open([4, NAN_TOKEN, 6], MIXED[3]), damaged.open(good, MIXED[1])
     result = damaged.step(bad, beside)
     assert errors_of(result).keys() == {bad.slot} and "not finite" in str(bad.error)
+    assert errors_of(result)[bad.slot].error.code == NOT_FINITE
     # A row that was planned before the failure was known reports it again, and disturbs nobody.
     rows = [Row(bad, feedback=True), Row(beside)]
     result = damaged.worker.execute(damaged.plan(rows))
@@ -405,7 +406,7 @@ def test_kv_dtypes_change_little(make: Callable[..., Driver]) -> None:
     exact = make(kv_dtype="f32", precision="exact")
     expected = exact.open(ids, params)
     exact.step(Row(expected, prompt_logprobs=True))
-    for dtype, bound in (("f16", 0.02), ("bf16", 0.15), ("int8", 0.25)):
+    for dtype, bound in (("f16", 0.02), ("bf16", 0.15), ("int16", 0.02), ("int8", 0.25)):
         driver = make(kv_dtype=dtype, precision="exact")
         branch = driver.open(ids, params)
         for size in (10, 10, 10):
