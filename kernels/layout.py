@@ -78,7 +78,7 @@ class KVSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str = "f16"  # f32 | f16 | bf16 | int8 (per token and head scales)
+    dtype: str = "f16"  # f32 | f16 | bf16 | int16 | int8 (integers with scales per token and head)
 
 
 @dataclass(frozen=True, slots=True)

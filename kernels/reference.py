@@ -19,7 +19,8 @@ from anabranch.kernels.formats import RawTensor, dequantize
 from anabranch.kernels.interface import AttentionShape, Forward, Rope
 from anabranch.kernels.layout import Ints, KVSpec, LayoutError, Sampled, SamplingBatch, StepBatch
 
-_TORCH_DTYPE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
+_TORCH_DTYPE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int16": torch.int16, "int8": torch.int8}
+_STEPS = {"int16": 32767, "int8": 127}  # of the largest number of a token and head
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Matrix:
 class ReferenceKVPool:
     """pages[layer] [num_pages, 2, page_size, num_kv_heads, head_dim]; 0 is keys, 1 is values.
 
-    `int8` keeps one float32 scale per token and head beside them, so that value = stored * scale.
+    `int16` and `int8` keep one float32 scale per token and head beside them, so that value = stored * scale.
     """
 
     def __init__(self, spec: KVSpec) -> None:
@@ -42,7 +43,7 @@ class ReferenceKVPool:
         self.spec = spec
         shape = (spec.num_pages, 2, spec.page_size, spec.num_kv_heads, spec.head_dim)
         self.pages = [zeros(shape, _TORCH_DTYPE[spec.dtype], spec) for _ in range(spec.num_layers)]
-        self.scales = [zeros((*shape[:-1], 1), torch.float32, spec) for _ in self.pages] if spec.dtype == "int8" else []
+        self.scales = [zeros((*shape[:-1], 1), torch.float32, spec) for _ in self.pages] if spec.dtype in _STEPS else []
 
     def copy_pages(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
         check_pages(src, self.spec)
@@ -62,7 +63,7 @@ class ReferenceKVPool:
         """Token i's key and value go to slot offsets[i] of page pages[i]. keys, values [num_tokens, num_kv_heads, head_dim] f32."""
         for side, new in enumerate((keys, values)):
             if self.scales:
-                scale = new.abs().amax(dim=-1, keepdim=True) / 127
+                scale = new.abs().amax(dim=-1, keepdim=True) / _STEPS[self.spec.dtype]
                 self.scales[layer][pages, side, offsets] = scale
                 new = torch.where(scale > 0, new / scale, 0).round()
             self.pages[layer][pages, side, offsets] = new.to(self.pages[layer].dtype)

@@ -92,7 +92,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mode", choices=("inprocess", "processes", "auto"), default=None)
     group.add_argument("--backend", choices=("auto", "cpu", "reference"), default="auto")
     group.add_argument("--precision", choices=("fast", "exact"), default="fast")
-    group.add_argument("--kv-dtype", choices=("auto", "f32", "f16", "bf16", "int8"), default="auto")
+    group.add_argument("--kv-dtype", choices=("auto", "f32", "f16", "bf16", "int16", "int8"), default="auto")
     group.add_argument("--num-threads", type=int, default=None)
     group.add_argument("--page-size", type=int, default=16)
     group.add_argument("--num-pages", type=int, default=None)

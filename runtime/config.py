@@ -17,7 +17,7 @@ from anabranch.runtime.errors import ConfigError
 
 Mode = Literal["inprocess", "processes", "auto"]
 BackendName = Literal["auto", "reference", "cpu", "flashinfer"]
-KVDtype = Literal["auto", "f32", "f16", "bf16", "int8"]
+KVDtype = Literal["auto", "f32", "f16", "bf16", "int16", "int8"]
 Precision = Literal["fast", "exact"]
 
 
@@ -86,8 +86,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         require(self.backend in ("auto", "reference", "cpu", "flashinfer"), "backend", self.backend,
                 "auto, reference, cpu or flashinfer")  # fmt: skip
-        require(self.kv_dtype in ("auto", "f32", "f16", "bf16", "int8"), "kv_dtype", self.kv_dtype,
-                "auto, f32, f16, bf16 or int8")  # fmt: skip
+        require(self.kv_dtype in ("auto", "f32", "f16", "bf16", "int16", "int8"), "kv_dtype", self.kv_dtype,
+                "auto, f32, f16, bf16, int16 or int8")  # fmt: skip
         require(self.precision in ("fast", "exact"), "precision", self.precision, "fast or exact")
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1, 1024)

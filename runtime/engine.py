@@ -69,7 +69,7 @@ class Engine:
     page_size    tokens per KV page;  num_pages  None: what memory allows
     max_slots    requests that run at once;  tokens_per_step  budget of one forward
     backend      "auto", "cpu", "reference";  precision  "fast" or "exact" (activations are not rounded)
-    kv_dtype     "auto", "f32", "f16", "bf16", "int8"
+    kv_dtype     "auto" (int16 on the CPU), "f32", "f16", "bf16", "int16", "int8"
     Raises       ConfigError, EngineStartError with the cause
     """
 

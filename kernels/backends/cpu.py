@@ -23,7 +23,7 @@ from anabranch.kernels.packed_cache import PackedCache, WeightStore
 from anabranch.kernels.quantize import FORMAT_CODES, PANEL_COLUMNS, Arena, PackedPart, Packer, check_matrix
 
 Floats = NDArray[np.float32]
-KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "int16": 4, "int8": 3}
 MAX_UNIT_PANELS = 16  # of the heads that one task projects; see kMaxPanels in executor.cpp
 OP_NAMES = ("embed", "attention_input", "attention", "linear_add", "gated_mlp_input", "logits")  # by OpKind
 

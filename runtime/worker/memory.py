@@ -4,14 +4,14 @@ import os
 
 from anabranch.kernels.layout import KVSpec
 
-ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int16": 2, "int8": 1}
 DEFAULT_TOKENS = 65_536  # room for so many tokens, unless told otherwise ...
 DEFAULT_SHARE = 0.25  # ... and no more than this share of the memory that is free
 
 
 def kv_bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Keys and values of one token in all layers; int8 has a float32 scale for each head besides."""
-    scale_bytes = 4 if dtype == "int8" else 0
+    """Keys and values of one token in all layers; int16 and int8 have a float32 scale for each head besides."""
+    scale_bytes = 4 if dtype in ("int16", "int8") else 0
     return 2 * num_layers * num_kv_heads * (head_dim * ITEM_BYTES[dtype] + scale_bytes)
 
 

@@ -17,7 +17,7 @@ from anabranch.runtime.engine import Engine
 
 TOLERANCE = 0.0  # of logprobs: the native kernels are batch-invariant, bit for bit
 PAGE_SIZES = (1, 4, 16)
-KV_DTYPES = ("f16", "int8")
+KV_DTYPES = ("f16", "int16", "int8")
 WAIT = 240
 
 PROMPT = (

@@ -9,7 +9,7 @@ from support.paged import F32, Row, Shape, Tokens, World, bits, draw
 from anabranch.kernels.backends import cpu_native as native
 from anabranch.kernels.layout import SharedPrefix
 
-DTYPES = ["f32", "f16", "bf16", "int8"]
+DTYPES = ["f32", "f16", "bf16", "int8", "int16"]
 LENGTH = 403  # ends inside a page, a chunk and a block
 
 
@@ -94,7 +94,7 @@ def test_a_long_decode_split_over_threads_equals_the_prompts_last_token() -> Non
         assert same(both[0], whole[0][-1:]) and same(both[1], whole[1][-43:-3])
 
 
-@pytest.mark.parametrize("dtype", ["f16", "int8"])
+@pytest.mark.parametrize("dtype", ["f16", "int8", "int16"])
 @pytest.mark.parametrize(("page_size", "shared"), [(16, 256), (16, 400), (64, 128), (4, 300), (16, 112), (16, 16)])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_rows_of_a_shared_prefix_group_give_the_bits_they_give_apart(dtype: str, page_size: int, shared: int, num_threads: int) -> None:

@@ -118,15 +118,18 @@ class World:
         return np.concatenate([self.run([Row(name, b, b - a)], layer=layer)[0] for a, b in pairwise(edges) if b > a])
 
 
-def stored(x: F32, dtype: str) -> F64:
-    """What a pool of `dtype` gives back of x [..., head_dim]."""
+def stored(x: F32, dtype: str, side: str) -> F64:
+    """What a pool of `dtype` gives back of x [..., head_dim], on its "k" or "v" side."""
     if dtype == "f16":
         return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
     if dtype == "bf16":
         words = x.view(np.uint32).astype(np.uint64)
         return ((words + 0x7FFF + (words >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32).astype(np.float64)
-    if dtype == "int8":
-        scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)  # float32 throughout: ties must round alike
+    if dtype == "int16" and side == "k":
+        scale = (np.sqrt((x.astype(np.float64) ** 2).sum(axis=-1, keepdims=True)) / 32767).astype(np.float32)
+        return np.rint(x * (np.float32(1) / scale)).astype(np.float64) * scale
+    if dtype in ("int8", "int16"):
+        scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127 if dtype == "int8" else 8191)  # float32 throughout: ties round alike
         return np.rint(x * (np.float32(1) / scale)).astype(np.float64) * scale
     return x.astype(np.float64)
 
@@ -156,8 +159,8 @@ def visible(row: Row, window: int | None) -> NDArray[np.bool_]:
 def expected(shape: Shape, tokens: Tokens, row: Row) -> F64:
     """Attention of the row's new tokens by the book: [num_new, num_q_heads, head_dim]."""
     group = shape.num_q_heads // shape.num_kv_heads
-    k = np.repeat(stored(tokens.k[: row.kv_len], shape.dtype), group, axis=1)
-    v = np.repeat(stored(tokens.v[: row.kv_len], shape.dtype), group, axis=1)
+    k = np.repeat(stored(tokens.k[: row.kv_len], shape.dtype, "k"), group, axis=1)
+    v = np.repeat(stored(tokens.v[: row.kv_len], shape.dtype, "v"), group, axis=1)
     q = tokens.q[row.kv_len - row.num_new : row.kv_len].astype(np.float64)
     scores = np.einsum("qhd,khd->hqk", q, k) * shape.scale
     scores = np.where(visible(row, shape.window)[None], scores, -np.inf)

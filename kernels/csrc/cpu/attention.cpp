@@ -22,7 +22,6 @@ constexpr int kSpanRows = 256;         // query rows of a span at most: their st
 constexpr int kMinSpanRows = 24;       // not cut below this: each span widens its blocks
 constexpr int kMinSplitBlocks = 4;     // a span with fewer blocks is cut by rows instead
 constexpr float kBlockOverhead = 3.0f; // query rows' worth of work in reading a block
-constexpr int kMaxI8Dim = 512;         // sums of products fit an int32 up to here
 constexpr float kSerialCost = 2.0f * kBlock * 8;  // less than this is not worth waking threads
 
 const AttentionKernels& kernels() {
@@ -431,17 +430,17 @@ void write_kv(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int
 }
 
 extern "C" int64_t anb_kv_layout(KVPool* kv) {
-  static constexpr int kSizes[] = {4, 2, 2, 1};
-  if (kv->num_pages < 1 || kv->page_size < 1 || kv->num_layers < 1 || kv->num_kv_heads < 1 || kv->head_dim < 1 || kv->type < 0 || kv->type > 3)
+  static constexpr int kSizes[] = {4, 2, 2, 1, 2};
+  if (kv->num_pages < 1 || kv->page_size < 1 || kv->num_layers < 1 || kv->num_kv_heads < 1 || kv->head_dim < 1 || kv->type < 0 || kv->type > 4)
     return 0;
   if (kv->num_pages > INT_MAX || kv->page_size > (1 << 16) || kv->num_layers > (1 << 16) || kv->num_kv_heads > (1 << 16) || kv->head_dim > (1 << 14))
     return 0;
-  if (kv->type == int32_t(KVType::i8) && kv->head_dim > kMaxI8Dim) return 0;
+  const bool has_scales = kv->type == int32_t(KVType::i8) || kv->type == int32_t(KVType::i16);
   const int64_t size = kSizes[kv->type];
   kv->chunk = kv->page_size % 16 == 0 ? 16 : kv->page_size;
   kv->padded_dim = int32_t(round_up(size_t(kv->head_dim), 16));
   const int64_t v_offset = kv->page_size * kv->padded_dim * size;
-  const int64_t scales = kv->type == int32_t(KVType::i8) ? 8 * kv->page_size : 0;
+  const int64_t scales = has_scales ? 8 * kv->page_size : 0;
   if (2 * v_offset + scales > INT_MAX) return 0;
   kv->v_offset = int32_t(v_offset);
   kv->scale_offset = int32_t(2 * v_offset);

@@ -18,12 +18,12 @@ namespace anabranch {
 
 class ThreadPool;
 
-enum class KVType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3 };
+enum class KVType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, i16 = 4 };
 
-// KV pages of all layers: data[layer][page_id][kv_head] -> K, V and (i8) scales of page_size slots, `head_bytes` in all.
+// KV pages of all layers: data[layer][page_id][kv_head] -> K, V and (i8, i16) scales of page_size slots, `head_bytes` in all.
 // K lies in chunks of `chunk` slots, each [padded_dim][chunk], so that slots are the lanes of a vector; V is [page_size][padded_dim].
-// i8 groups what one integer instruction multiplies: K chunks are [padded_dim / 4][chunk][4], stored + 128, and V, where chunk is 16, is
-// [page_size / 4][padded_dim][4]. padded_dim is head_dim rounded up to 16; the padding is zero.
+// i8 and i16 keep together what one integer instruction multiplies: K chunks are [padded_dim / 2][chunk][2], and V, where chunk is 16, is
+// [page_size / 2][padded_dim][2]. padded_dim is head_dim rounded up to 16; the padding is zero.
 struct KVPool {
   uint8_t* data;          // 64-byte aligned, layer_bytes * num_layers
   int64_t num_pages;
@@ -36,7 +36,7 @@ struct KVPool {
   int32_t chunk;          // 16 where page_size is a multiple of 16, else page_size
   int32_t padded_dim;
   int32_t v_offset;       // bytes from K to V of one (page, head)
-  int32_t scale_offset;   // i8: f32 K scales [page_size], then V scales
+  int32_t scale_offset;   // i8, i16: f32 K scales [page_size], then V scales
   int64_t head_bytes;
   int64_t page_bytes;
   int64_t layer_bytes;
@@ -51,7 +51,8 @@ struct KVSlot {
 };
 
 // Writes K and V of `num_tokens` tokens for one KV head: k + i * k_stride and v + i * v_stride point to head_dim floats (after rope),
-// slots[i] says where they go. f16 saturates at +-65504, i8 rounds to nearest in 127 steps of the largest number of each token and head.
+// slots[i] says where they go. f16 saturates at +-65504. i8 rounds to nearest in 127 steps of the largest number of each
+// token and head; i16 in 32767 steps of the length of K, and 8191 of the largest number of V.
 // Different (token, head) may be written from different threads at once.
 void write_kv(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int num_tokens,
               const float* k, int64_t k_stride, const float* v, int64_t v_stride);

@@ -174,6 +174,7 @@ void widen(const Block& from, int num_slots, int dim, const Scratch& s) {
 template <class T>
 struct FloatScheme {
   static constexpr int size = T::size;
+  static constexpr bool has_scales = false;
   static constexpr int scratch_size = 4;            // bytes of an element of a block in scratch
   static constexpr int widen_rows = size < 4 ? 2 * kMaxTile : 1 << 30;  // from here on, widening a block to f32 once pays
 

@@ -1,13 +1,13 @@
 // The inner kernels of attention, once per instruction set.
 //
 // One (query token, head) is a *query row*. For each block of kBlock slots that it sees anything of, a tile computes its largest score, the
-// sum of its weights and its weighted sum of V (attention_float.h, attention_i8.h), each in an order that belongs to that row alone, and
+// sum of its weights and its weighted sum of V (attention_float.h, attention_int.h), each in an order that belongs to that row alone, and
 // merge() folds the blocks in ascending order. Tiles (which query rows share a load of K or V) only decide what runs side by side in
 // registers. So a decode row, a row of a prompt and a row of a shared-prefix group give the same bits.
 #pragma once
 
 #include "attention_float.h"
-#include "attention_i8.h"
+#include "attention_int.h"
 #include "attention_write.h"
 
 namespace anabranch {
@@ -36,7 +36,7 @@ ANB_INLINE void locate(const Job& job, const Place& place, Block* found) {
     const uint8_t* head = job.layer + place.pages[page] * kv.page_bytes + place.kv_head * kv.head_bytes;
     found->k[c] = head + int64_t(chunk) * chunk_bytes;
     found->v[c] = found->k[c] + kv.v_offset;
-    if (S::size == 1) {
+    if (S::has_scales) {
       found->k_scale[c] = (const float*)(head + kv.scale_offset) + chunk * kLanes;
       found->v_scale[c] = found->k_scale[c] + kv.page_size;
     }
@@ -72,7 +72,6 @@ struct QueryRows {
   const Span& span;
   int kv_head;
   int token(int i) const { return span.first_token + i / job.heads_per_kv; }
-  int head(int i) const { return kv_head * job.heads_per_kv + i % job.heads_per_kv; }
   int count() const { return (span.last_token - span.first_token) * job.heads_per_kv; }
   int index_of(int token_id) const { return (token_id - span.first_token) * job.heads_per_kv; }
   float* partial(int i, int block) const {
@@ -82,15 +81,29 @@ struct QueryRows {
   }
 };
 
+// Steps through query rows without dividing.
+struct Walk {
+  int token, head, heads;  // head: of the KV head's
+  Walk(const QueryRows& rows, int first) : token(rows.token(first)), head(first % rows.job.heads_per_kv), heads(rows.job.heads_per_kv) {}
+  bool is_same_token() const { return head > 0; }
+  void next() {
+    if (++head == heads) head = 0, ++token;
+  }
+};
+
+constexpr int kFetchRows = 12;  // so many query rows ahead, q and out are fetched
+
 // Query rows [first, last), scaled, tile by tile, so that a tile is read in one line.
 template <class S>
 void pack_q(const QueryRows& rows, int first, int last, float* packed) {
   const KVPool& kv = *rows.job.kv;
+  const auto at = [&](const Walk& w) { return rows.job.q + w.token * rows.job.q_stride + (rows.kv_head * w.heads + w.head) * kv.head_dim; };
+  Walk walk(rows, first), ahead(rows, first + kFetchRows);
   for (int i = first, tile; i < last; i += tile, packed += tile * q_words(kv.padded_dim)) {
     tile = tile_size(last - i);
-    for (int r = 0; r < tile; ++r) {
-      const float* q = i + r < last ? rows.job.q + rows.token(i + r) * rows.job.q_stride + rows.head(i + r) * kv.head_dim : nullptr;
-      S::pack_q(kv, q, rows.job.scale, r, tile, packed);
+    for (int r = 0; r < tile; ++r, walk.next(), ahead.next()) {
+      for (int d = 0; d < kv.head_dim; d += kLanes) prefetch_near(at(ahead) + d);
+      S::pack_q(kv, i + r < last ? at(walk) : nullptr, rows.job.scale, r, tile, packed);
     }
   }
 }
@@ -144,11 +157,15 @@ void attend_block(const QueryRows& rows, int first, int last, const int32_t* pag
   if (!in_scratch && ahead.num_slots > 0) locate<S>(job, ahead, &next);
 
   const float* q = s.q;
+  Walk walk(rows, first);
   for (int i = first, tile; i < last; i += tile, q += tile * q_words(dim)) {
     tile = tile_size(last - i);
     Seen seen[kMaxTile];
     float row_max[kLanes] = {}, row_sum[kLanes] = {};
-    for (int r = 0; r < tile; ++r) seen[r] = seen_in_block(job.visible[rows.token(i + r < last ? i + r : last - 1)], block);
+    for (int r = 0; r < tile; ++r) {
+      seen[r] = r > 0 && (walk.is_same_token() || i + r >= last) ? seen[r - 1] : seen_in_block(job.visible[walk.token], block);
+      if (i + r < last) walk.next();
+    }
     attend<S>(tile, in_scratch, found, next, seen, q, dim, s, row_max, row_sum);
     const int n = last - i < tile ? last - i : tile;
     if (to_partials) {
@@ -167,9 +184,12 @@ void clear_states(const Scratch& s, int num_rows) {
 
 void finish_rows(const QueryRows& rows, const Scratch& s) {
   const KVPool& kv = *rows.job.kv;
-  for (int i = 0; i < rows.count(); ++i)
-    finish(s.state + int64_t(i) * kv.padded_dim, s.sum[i], kv.head_dim,
-           rows.job.out + rows.token(i) * rows.job.out_stride + rows.head(i) * kv.head_dim);
+  const auto at = [&](const Walk& w) { return rows.job.out + w.token * rows.job.out_stride + (rows.kv_head * w.heads + w.head) * kv.head_dim; };
+  Walk walk(rows, 0), ahead(rows, kFetchRows);
+  for (int i = 0; i < rows.count(); ++i, walk.next(), ahead.next()) {
+    for (int d = 0; d < kv.head_dim; d += kLanes) prefetch_to_write(at(ahead) + d);
+    finish(s.state + int64_t(i) * kv.padded_dim, s.sum[i], kv.head_dim, at(walk));
+  }
 }
 
 // The part of `row` that lies in the span.
@@ -268,7 +288,8 @@ void run_unit(const Job& job, const Unit& unit, const Unit* next, void* scratch)
     case KVType::f32: return run_unit_of<FloatScheme<F32>>(job, unit, next, scratch);
     case KVType::f16: return run_unit_of<FloatScheme<F16>>(job, unit, next, scratch);
     case KVType::bf16: return run_unit_of<FloatScheme<BF16>>(job, unit, next, scratch);
-    case KVType::i8: return run_unit_of<I8Scheme>(job, unit, next, scratch);
+    case KVType::i8: return run_unit_of<IntScheme<I8>>(job, unit, next, scratch);
+    case KVType::i16: return run_unit_of<IntScheme<I16>>(job, unit, next, scratch);
   }
 }
 

@@ -36,16 +36,18 @@ struct Block {
   const float* v_scale[kChunks];
 };
 
+ANB_INLINE bool has_pairs(const KVPool& kv) { return kv.type == int32_t(KVType::i8) || kv.type == int32_t(KVType::i16); }
+
 // Where dim d of slot `offset` of a page lies in its K and V, in elements.
 ANB_INLINE int64_t k_index(const KVPool& kv, int offset, int d) {
   const int64_t chunk = int64_t(offset / kv.chunk) * kv.chunk * kv.padded_dim;
   const int lane = offset % kv.chunk;
-  if (kv.type == int32_t(KVType::i8)) return chunk + int64_t(d / 4) * kv.chunk * 4 + lane * 4 + d % 4;
+  if (has_pairs(kv)) return chunk + int64_t(d / 2) * kv.chunk * 2 + lane * 2 + d % 2;
   return chunk + int64_t(d) * kv.chunk + lane;
 }
 ANB_INLINE int64_t v_index(const KVPool& kv, int offset, int d) {
-  if (kv.type != int32_t(KVType::i8) || kv.chunk != kLanes) return int64_t(offset) * kv.padded_dim + d;
-  return int64_t(offset / 4) * kv.padded_dim * 4 + d * 4 + offset % 4;
+  if (!has_pairs(kv) || kv.chunk != kLanes) return int64_t(offset) * kv.padded_dim + d;
+  return int64_t(offset / 2) * kv.padded_dim * 2 + d * 2 + offset % 2;
 }
 
 // Scratch of one thread.
@@ -55,7 +57,7 @@ struct Scratch {
   float* k_scale;   // [kBlock]
   float* v_scale;   // [kBlock]
   float* scores;    // [kMaxTile][kBlock]
-  uint8_t* digits;  // i8: weights, [kMaxTile][2 * kBlock]
+  int16_t* weights; // of integer KV, [kMaxTile][kBlock]
   float* tile_out;  // [kMaxTile][padded_dim]
   float* q;         // query rows in tiles, q_words each
   float* state;     // [query rows][padded_dim]: output so far
@@ -63,7 +65,7 @@ struct Scratch {
   float* sum;       // [query rows]
 };
 
-ANB_INLINE int q_words(int dim) { return dim + 4; }  // per query row: q, and for i8 its scale and correction
+ANB_INLINE int q_words(int dim) { return dim + 4; }  // per query row: q, and its scale where KV is of integers
 
 struct Carver {
   float* next;
@@ -83,7 +85,7 @@ Scratch lay_out(void* memory, int64_t dim, int64_t num_rows, int64_t* num_bytes 
   s.k_scale = carver.take(kBlock);
   s.v_scale = carver.take(kBlock);
   s.scores = carver.take(kMaxTile * kBlock);
-  s.digits = (uint8_t*)carver.take(kMaxTile * kBlock / 2);
+  s.weights = (int16_t*)carver.take(kMaxTile * kBlock / 2);
   s.tile_out = carver.take(kMaxTile * dim);
   s.q = carver.take(rows * q_words(int(dim)));
   s.state = carver.take(rows * dim);
@@ -107,10 +109,12 @@ struct Seen {
   int tree_base;           // relative to the block, may be negative
   bool sees(int t) const { return t < line_end ? t >= lo : t < hi && (tree[(t - tree_base) >> 6] >> ((t - tree_base) & 63) & 1); }
   uint32_t mask(int chunk) const {
-    uint32_t bits = 0;
-    for (int i = 0; i < kLanes; ++i) bits |= uint32_t(sees(chunk * kLanes + i)) << i;
+    const int start = chunk * kLanes, end = start + kLanes;
+    uint32_t bits = first_bits(line_end - start) & ~first_bits(lo - start);
+    for (int t = line_end > start ? line_end : start; t < hi && t < end; ++t) bits |= uint32_t(sees(t)) << (t - start);
     return bits;
   }
+  static uint32_t first_bits(int n) { return n <= 0 ? 0 : n >= kLanes ? (1u << kLanes) - 1 : (1u << n) - 1; }
   bool sees_all(int chunk) const { return lo <= chunk * kLanes && (chunk + 1) * kLanes <= line_end; }
   bool is_empty() const {
     if (lo < line_end) return false;

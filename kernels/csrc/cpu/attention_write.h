@@ -1,7 +1,9 @@
 // Writing new tokens' K and V into pages.
 #pragma once
 
-#include "attention_tile.h"
+#include <type_traits>
+
+#include "attention_int.h"
 
 namespace anabranch {
 namespace ANB_ISA {
@@ -9,39 +11,27 @@ namespace {
 
 constexpr float kMaxHalf = 65504.0f;
 
-// Largest size in x [n]; NaN if any is NaN or infinite.
-ANB_INLINE float largest_size(const float* x, int n) {
-  vf high = zero(), fault = zero();
-  for (int d = 0; d < n; d += kLanes) {
-    const vf v = load_first(x + d, n - d);
-    high = max(high, abs(v));
-    fault = fma(v, zero(), fault);
-  }
-  return hmax(high) + hsum(fault);
-}
-
-// One scale of 127 steps for each of K and V. NaN or infinity makes it NaN, and with it whatever reads the slot.
-void write_slot_i8(const KVPool& kv, uint8_t* head, int offset, const float* k, const float* v) {
+// A scale for each of K and V (attention_int.h). NaN or infinity makes it NaN, and with it whatever reads the slot.
+template <class T>
+void write_slot_int(const KVPool& kv, uint8_t* head, int offset, const float* k, const float* v) {
+  using Element = std::conditional_t<T::size == 1, int8_t, int16_t>;
   float* scales = (float*)(head + kv.scale_offset);
-  const float k_scale = largest_size(k, kv.head_dim) / 127.0f, v_scale = largest_size(v, kv.head_dim) / 127.0f;
+  const float k_scale = T::k_scale(k, kv.head_dim), v_scale = largest_size(v, kv.head_dim) / T::v_steps;
   scales[offset] = k_scale;
   scales[kv.page_size + offset] = v_scale;
   const vf k_inverse = set1(k_scale > 0.0f ? 1.0f / k_scale : 0.0f), v_inverse = set1(v_scale > 0.0f ? 1.0f / v_scale : 0.0f);
-  const vf low = set1(-127.0f), high = set1(127.0f);
-  const bool has_chunks = kv.chunk == kLanes;
-  const int k_step = kv.chunk * 4, v_step = has_chunks ? 4 : 1;
-  uint8_t *k_at = head + k_index(kv, offset, 0), *v_at = head + kv.v_offset + v_index(kv, offset, 0);
+  const vf k_most = set1(T::k_steps), v_most = set1(T::v_steps);
+  const int k_step = kv.chunk * 2, v_step = kv.chunk == kLanes ? 2 : 1;
+  Element *k_at = (Element*)head + k_index(kv, offset, 0), *v_at = (Element*)(head + kv.v_offset) + v_index(kv, offset, 0);
   for (int d = 0; d < kv.padded_dim; d += kLanes) {
-    uint8_t ks[kLanes], vs[kLanes];
-    store_bytes(ks, min(high, max(low, mul(load_first(k + d, kv.head_dim - d), k_inverse))));
-    store_bytes(vs, min(high, max(low, mul(load_first(v + d, kv.head_dim - d), v_inverse))));
-    for (int i = 0; i < kLanes; i += 4) {
-      uint32_t four;
-      memcpy(&four, ks + i, 4);
-      four ^= 0x80808080u;  // + 128
-      memcpy(k_at + (d + i) / 4 * k_step, &four, 4);
+    int32_t ks[kLanes], vs[kLanes];
+    store_ints(ks, min(k_most, max(sub(zero(), k_most), mul(load_first(k + d, kv.head_dim - d), k_inverse))));
+    store_ints(vs, min(v_most, max(sub(zero(), v_most), mul(load_first(v + d, kv.head_dim - d), v_inverse))));
+    for (int i = 0; i < kLanes; i += 2) {
+      const Element two[2] = {Element(ks[i]), Element(ks[i + 1])};
+      memcpy(k_at + (d + i) / 2 * k_step, two, sizeof(two));
     }
-    for (int i = 0; i < kLanes; ++i) v_at[(d + i) * v_step] = vs[i];
+    for (int i = 0; i < kLanes; ++i) v_at[(d + i) * v_step] = Element(vs[i]);
   }
 }
 
@@ -86,7 +76,8 @@ void write_kv(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int
       case KVType::f32: write_slot<KVType::f32>(kv, head, slots[i].offset, k, v); break;
       case KVType::f16: write_slot<KVType::f16>(kv, head, slots[i].offset, k, v); break;
       case KVType::bf16: write_slot<KVType::bf16>(kv, head, slots[i].offset, k, v); break;
-      case KVType::i8: write_slot_i8(kv, head, slots[i].offset, k, v); break;
+      case KVType::i8: write_slot_int<I8>(kv, head, slots[i].offset, k, v); break;
+      case KVType::i16: write_slot_int<I16>(kv, head, slots[i].offset, k, v); break;
     }
   }
 }

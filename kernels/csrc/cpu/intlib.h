@@ -28,6 +28,16 @@ ANB_INLINE vi round_to_int(vf x) { return {_mm512_cvtps_epi32(x.v)}; }  // to ne
 ANB_INLINE vi bits_of(vf x) { return {_mm512_castps_si512(x.v)}; }
 // Each lane gains the dot product of its 4 unsigned bytes of u and 4 signed bytes of s, exactly.
 ANB_INLINE vi dot4(vi acc, vi u, vi s) { return {_mm512_dpbusd_epi32(acc.v, u.v, s.v)}; }
+// Each lane gains the dot product of its 2 signed words of a and of b; wraps.
+ANB_INLINE vi dot2(vi acc, vi a, vi b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));
+  return acc;
+}
+ANB_INLINE vi i_load_signed_bytes(const void* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }  // 32, as words
+ANB_INLINE void store_words(int16_t* p, vi x0, vi x1) {  // 32 numbers, saturated
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // packs work within 128 bits
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi64(order, _mm512_packs_epi32(x0.v, x1.v)));
+}
 ANB_INLINE __m256i low_bytes(vi x0, vi x1) { return _mm256_set_m128i(_mm512_cvtepi32_epi8(x1.v), _mm512_cvtepi32_epi8(x0.v)); }
 ANB_INLINE int32_t i_hmax(vi x) { return _mm512_reduce_max_epi32(x.v); }
 
@@ -66,6 +76,16 @@ ANB_INLINE __m256i dot4_half(__m256i acc, __m256i u, __m256i s) {
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
 ANB_INLINE vi dot4(vi acc, vi u, vi s) { return {dot4_half(acc.a, u.a, s.a), dot4_half(acc.b, u.b, s.b)}; }
+ANB_INLINE vi dot2(vi acc, vi x, vi y) {
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
+}
+ANB_INLINE vi i_load_signed_bytes(const void* p) {
+  return {_mm256_cvtepi8_epi16(load_16_bytes(p)), _mm256_cvtepi8_epi16(load_16_bytes((const char*)p + 16))};
+}
+ANB_INLINE void store_words(int16_t* p, vi x0, vi x1) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(x0.a, x0.b), 0xd8));
+  _mm256_storeu_si256((__m256i*)(p + 16), _mm256_permute4x64_epi64(_mm256_packs_epi32(x1.a, x1.b), 0xd8));
+}
 ANB_INLINE int32_t i_hmax(vi x) {
   const __m256i a = _mm256_max_epi32(x.a, x.b);
   __m128i b = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -112,7 +132,21 @@ ANB_INLINE vi dot4(vi acc, vi u, vi s) {
   }
   return acc;
 }
+ANB_INLINE vi dot2(vi acc, vi a, vi b) {
+  ANB_LANES(uint32_t(acc.v[i]) + uint32_t(int16_t(a.v[i]) * int16_t(b.v[i])) + uint32_t((a.v[i] >> 16) * (b.v[i] >> 16)));
+}
 #undef ANB_LANES
+ANB_INLINE vi i_load_signed_bytes(const void* p) {
+  int16_t words[32];
+  for (int i = 0; i < 32; ++i) words[i] = ((const int8_t*)p)[i];
+  return i_load(words);
+}
+ANB_INLINE void store_words(int16_t* p, vi x0, vi x1) {
+  for (int i = 0; i < 32; ++i) {
+    const int32_t x = i < 16 ? x0.v[i] : x1.v[i - 16];
+    p[i] = int16_t(x < -32768 ? -32768 : x > 32767 ? 32767 : x);
+  }
+}
 ANB_INLINE vf float_of_bits(vi x) {
   vf r;
   memcpy(r.v, x.v, sizeof(r.v));

@@ -85,7 +85,7 @@ def test_fast_precision_stays_near_the_exact_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fast", "exact"])
-@pytest.mark.parametrize("dtype", ["f16", "int8"])
+@pytest.mark.parametrize("dtype", ["f16", "int16", "int8"])
 @pytest.mark.parametrize("name", ["plain", "q4_1", "mixed k-quants", "biases", "heads of 64", "floats of odd widths"])
 def test_chunks_crowds_and_threads_do_not_change_a_bit(precision: str, dtype: str, name: str) -> None:
     shape, backend = SHAPES[name], CpuBackend(precision=precision, num_threads=2)
@@ -246,5 +246,5 @@ def test_settings_out_of_range_name_the_allowed_ones() -> None:
         CpuBackend(precision="half")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         CpuBackend(num_threads=0)
-    with pytest.raises(LayoutError, match="f32, f16, bf16, int8, got 'fp8'"):
+    with pytest.raises(LayoutError, match="f32, f16, bf16, int16, int8, got 'fp8'"):
         CpuBackend().kv_pool(Shape().kv(dtype="fp8"))

@@ -171,7 +171,7 @@ def test_tree_tokens_see_the_prefix_their_ancestors_and_themselves(seed, window,
     np.testing.assert_allclose(out, layer.oracle(tokens, positions, sees)[cached:], atol=2e-5)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-5), ("f16", 0.01), ("bf16", 0.08), ("int8", 0.2)])
+@pytest.mark.parametrize(("dtype", "bound"), [("f32", 1e-5), ("f16", 0.01), ("bf16", 0.08), ("int16", 0.01), ("int8", 0.2)])
 def test_kv_dtypes_cost_what_they_may(dtype: str, bound: float) -> None:
     layer, rng = Layer(3), np.random.default_rng(3)
     pool = ReferenceKVPool(KVSpec(8, 4, 1, KV_HEADS, DIM, dtype))

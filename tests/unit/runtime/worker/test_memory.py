@@ -14,6 +14,7 @@ def four_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_token_costs_keys_and_values_in_every_layer() -> None:
     shape = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64}
     assert kv_bytes_per_token(**shape, dtype="f16") == 2 * 30 * 3 * 64 * 2
+    assert kv_bytes_per_token(**shape, dtype="int16") == 2 * 30 * 3 * (64 * 2 + 4)
     assert kv_bytes_per_token(**shape, dtype="int8") == 2 * 30 * 3 * (64 + 4)
 
 
