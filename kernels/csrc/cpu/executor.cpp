@@ -172,7 +172,6 @@ class Run {
 
   // What a thread has to itself, in one piece of scratch: it never moves while an operation runs.
   struct ThreadMemory {
-    uint8_t* matmul;   // scratch of LinearOps::matmul
     float* sums;       // a Tile
     float* heads;      // K and V of a task, unpanelled
     float* normed;     // one row
@@ -181,10 +180,9 @@ class Run {
 
   ThreadMemory memory(int thread) {
     constexpr size_t sums = size_t(kMaxPanels) * kRowBlock * kPanelColumns * 4;
-    auto* p = static_cast<uint8_t*>(pool_.scratch(thread, kMatmulScratchBytes + 2 * sums + widest_ * (kRedundantRows + 1)));
-    uint8_t* after = p + kMatmulScratchBytes + 2 * sums;
-    return {p, reinterpret_cast<float*>(p + kMatmulScratchBytes), reinterpret_cast<float*>(p + kMatmulScratchBytes + sums),
-            reinterpret_cast<float*>(after), after + widest_};
+    auto* p = static_cast<uint8_t*>(pool_.scratch(thread, 2 * sums + widest_ * (kRedundantRows + 1)));
+    uint8_t* after = p + 2 * sums;
+    return {reinterpret_cast<float*>(p), reinterpret_cast<float*>(p + sums), reinterpret_cast<float*>(after), after + widest_};
   }
 
   // The sums of a task's panels, bias included.
@@ -196,7 +194,7 @@ class Run {
       for (int p = ranges[i].first; p < ranges[i].first + ranges[i].count; ++p, ++at) {
         const bool is_last = p + 1 == ranges[i].first + ranges[i].count;
         const int next = !is_last ? p + 1 : i + 1 < num_ranges ? ranges[i + 1].first : std::min(p + 1, matrix.num_panels - 1);
-        multiply(matrix, p, x, tile, at, own.matmul, matrix.panels[next].data);
+        multiply(matrix, p, x, tile, at, matrix.panels[next].data);
       }
     }
     return tile;

@@ -104,14 +104,11 @@ struct ActivationRows {
   int num_groups, stride;
 };
 
-// Scratch that `matmul` needs.
-constexpr size_t kMatmulScratchBytes = 64 * 1024;
-
 // The functions that each instruction set implements.
 struct LinearOps {
   // out[row][0..32) = sum over k of activations[row] and the panel. `next` is what this thread will probably read next: its beginning is
   // prefetched, and any address will do.
-  void (*matmul)(const Panel& panel, const ActivationRows& rows, int num_rows, float* out, void* scratch, const uint8_t* next);
+  void (*matmul)(const Panel& panel, const ActivationRows& rows, int num_rows, float* out, const uint8_t* next);
   // The same for f32 panels: row r at x + r * stride, k values.
   void (*matmul_exact)(const Panel& panel, int k, const float* x, size_t stride, int num_rows, float* out);
 };

@@ -9,7 +9,7 @@ namespace anabranch {
 
 constexpr int kRowBlock = 480;                 // rows of one task at most,
 constexpr size_t kRowBlockBytes = 768 * 1024;  // so that their operands stay in the second-level cache while panels come and go
-constexpr int kRowStep = 6;                    // blocks are whole tiles of the widest variant
+constexpr int kRowStep = 4;                    // blocks are whole tiles of the widest variant
 
 // Rows as a matrix product takes them: quantized records, or f32.
 struct Operand {
@@ -39,14 +39,14 @@ inline void add_bias(const Matrix& matrix, const Panel& panel, float* sums, int 
   if (matrix.bias != nullptr) element_ops().add_bias(sums, num_rows, matrix.bias + panel.first_column, panel.num_columns);
 }
 
-inline void multiply(const Matrix& matrix, int panel, const Operand& x, const Tile& tile, int at, void* scratch, const uint8_t* next) {
+inline void multiply(const Matrix& matrix, int panel, const Operand& x, const Tile& tile, int at, const uint8_t* next) {
   const Panel& p = matrix.panels[panel];
   const uint8_t* rows = x.rows + size_t(tile.first_row) * x.row_bytes;
   if (matrix.is_exact) {
     linear_ops().matmul_exact(p, matrix.k, reinterpret_cast<const float*>(rows), x.row_bytes / 4, tile.num_rows, tile.panel(at));
   } else {
     const ActivationRows groups{reinterpret_cast<const ActivationGroup*>(rows), matrix.num_groups(), int(x.row_bytes / sizeof(ActivationGroup))};
-    linear_ops().matmul(p, groups, tile.num_rows, tile.panel(at), scratch, next);
+    linear_ops().matmul(p, groups, tile.num_rows, tile.panel(at), next);
   }
   add_bias(matrix, p, tile.panel(at), tile.num_rows);
 }
