@@ -62,6 +62,7 @@ class Core:
         self.id, self.content, self.program, self.seed, self.salt = branch_id, content, program, seed, salt
         self.path: tuple[int, ...] = ()
         self.num_children = 0
+        self.inherited = 0  # where its fork was, or what is left of that after a rollback
         self.marks: dict[int, int] = {}
         self.queue: deque[Op] = deque()
         self.born = born
@@ -379,13 +380,14 @@ class Machine:
         if (position := core.marks.get(op.args["mark"])) is None:
             raise ValueError(f"mark {op.args['mark']} is not on this branch")
         core.content.cut(position)
+        core.inherited = min(core.inherited, position)
         core.marks = {mark: at for mark, at in core.marks.items() if at <= position}
         return True
 
     def op_fork(self, core: Core, op: Op) -> bool:
-        core.content.end()
+        here = core.content.end()
         for child in op.args["children"]:
-            child.content, child.marks = core.content.copy(), dict(core.marks)
+            child.content, child.marks, child.inherited = core.content.copy(), dict(core.marks), here
             child.path, child.born = (*core.path, core.num_children), True
             core.num_children += 1
             self.advance(child)

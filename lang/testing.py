@@ -212,11 +212,15 @@ class _ScriptMachine(Machine):
     def op_explain(self, core: Core, op: Op) -> bool:
         length = core.content.end()
         spans, start = [], 0
-        for origin, run in itertools.groupby(core.content.origin):
+        cached = self.cached_prefix(core)
+        seen = [
+            "cached" if (i < core.inherited and o == "computed") or (i < cached and o == "pending") else o
+            for i, o in enumerate(core.content.origin)
+        ]
+        for origin, run in itertools.groupby(seen):
             stop = start + len(list(run))
             spans.append(TokenSpan(start, stop, origin, "".join(core.content.pieces[start:stop])))
             start = stop
-        cached = self.cached_prefix(core)
         miss = "" if cached == length else "these tokens were never computed"
         return self.resolve(op, Explanation(length, cached, tuple(spans), miss, core.content.text()))
 

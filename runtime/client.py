@@ -443,7 +443,7 @@ def to_scores(reply: Scored) -> Scores:
 
 
 def to_explanation(reply: Explained) -> Explanation:
-    spans = tuple(TokenSpan(s.start, s.stop, s.origin) for s in reply.spans)
+    spans = tuple(TokenSpan(s.start, s.stop, s.origin, s.text) for s in reply.spans)
     return Explanation(reply.length, reply.cached_now, spans, reply.miss, reply.text)
 
 

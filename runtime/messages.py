@@ -371,6 +371,7 @@ class Span(Message):
     stop: int
     origin: Literal["cached", "computed", "generated", "forced", "pending"]
     op: int | None = None  # the client's operation that brought them
+    text: str = ""  # control tokens included; a character that two spans share is the later one's
 
 
 class Explained(Message):
@@ -496,6 +497,7 @@ class AbortRequests(Message):
 class ExplainBranch(Message):
     query_id: int
     branch_id: int
+    token_ids: bytes = b""  # int32; what the branch has beyond the scheduler's tokens: looked up, and not added
 
 
 class QueryStats(Message):

@@ -30,6 +30,7 @@ from anabranch.runtime.messages import (
     Submit,
     SubmitScore,
     ToScheduler,
+    as_ints,
 )
 from anabranch.runtime.scheduler.branches import BranchRecord, CloseBranch, Pending
 from anabranch.runtime.scheduler.lifecycle import Lifecycle
@@ -343,12 +344,14 @@ class Intake:
             return
         if record.request is not None and record.request.slot >= 0:
             self.lifecycle.sync(record.request.slot)
-        kv = record.kv
+        (asked,) = s.manager.fork(record.kv, 1)  # the branch as it would be with what waits to be sent
         try:
-            miss = s.manager.explain(kv)
+            s.manager.append(asked, as_ints(message.token_ids))
+            miss = s.manager.explain(asked)
         except RadixError as fault:
             miss = str(fault)
-        s.outbox.append(BranchExplained(message.query_id, len(kv), s.manager.lookup(kv), miss))
+        s.outbox.append(BranchExplained(message.query_id, len(asked), s.manager.lookup(asked), miss))
+        s.manager.release(asked)
 
 
 def _no_branch(branch_id: int) -> Error:

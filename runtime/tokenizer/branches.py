@@ -116,6 +116,7 @@ class Branch:
     """One branch of one client.
 
     log      tokens that the scheduler has
+    inherited   how many of them came with the fork that made the branch
     ready    ids that go with the next request
     pieces   text that is tokenized when it is needed, and ids in between
     holds    operations of other branches that still need this one
@@ -130,6 +131,7 @@ class Branch:
     priority: int
     turns: ChatTurns | None
     log: TokenLog = field(default_factory=TokenLog)
+    inherited: int = 0
     ready: bytes = b""
     pieces: list[Part | bytes] = field(default_factory=list)
     pieces_bytes: int = 0
@@ -179,6 +181,7 @@ class Branch:
         self.ready = self.ready[: max(0, keep) * ID_BYTES]
         if keep < 0:
             self.log.cut(place.length)
+            self.inherited = min(self.inherited, place.length)
         return keep < 0
 
     def mark(self, mark: int) -> None:
@@ -190,6 +193,7 @@ class Branch:
     def inherit(self, parent: Branch) -> None:
         """Become a copy of the parent: its tokens, marks, place in the conversation, and failure."""
         self.log, self.ready = parent.log.copy(), parent.ready
+        self.inherited = len(self.log)
         self.pieces, self.pieces_bytes = list(parent.pieces), parent.pieces_bytes
         self.marks = dict(parent.marks)
         self.turns = parent.turns.copy() if parent.turns is not None else None

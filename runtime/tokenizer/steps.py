@@ -58,6 +58,7 @@ from anabranch.runtime.messages import (
     ints,
 )
 from anabranch.runtime.tokenizer.branches import ID_BYTES, Branch, Origin, Place, Program, encode_pieces
+from anabranch.runtime.tokenizer.detokenizer import Detokenizer
 from anabranch.runtime.tokenizer.events import Assembler, Piece, Whole
 from anabranch.runtime.tokenizer.requests import Barrier, Operation
 from anabranch.runtime.tokenizer.requests import Steps as StepGenerator
@@ -82,6 +83,7 @@ from anabranch.runtime.tokenizer.vocabulary import Part
 
 if TYPE_CHECKING:
     from anabranch.runtime.tokenizer.service import Client, TokenizerService
+    from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
 CONTEXT_TOKENS = 16  # enough of what stands before to settle spaces and characters cut in two
 ALONE_METHOD = "unconditional_likelihood_normalized"
@@ -532,16 +534,13 @@ class Steps:
         yield from self._seal(operation)
         branch, service = operation.branch, self.service
         query_id = service.start_query(operation)
-        service.to_scheduler.append(ExplainBranch(query_id, branch.branch_id))
+        service.to_scheduler.append(ExplainBranch(query_id, branch.branch_id, branch.ready))
         yield
         told = operation.results.pop(query_id)
         assert isinstance(told, BranchExplained)
-        spans = branch.log.spans()
-        if branch.ready:
-            spans.append(Span(len(branch.log), branch.length, "pending"))
-        text = self.vocabulary.decode(_unpacked(branch), skip_special_tokens=False)
-        answer = Explained(message.op, branch.length, told.cached_now, tuple(spans), told.miss, text)
-        service.send(branch.client, answer)
+        spans = _with_text(self.vocabulary, _unpacked(branch), _spans_now(branch, told.cached_now))
+        text = "".join(span.text for span in spans)
+        service.send(branch.client, Explained(message.op, branch.length, told.cached_now, spans, told.miss, text))
 
     def tokenize(self, client: Client, message: Tokenize) -> None:
         """Ids of segments, as they would be on a new branch."""
@@ -569,6 +568,39 @@ def _job_result(operation: Operation, job_id: int) -> Any:
 
 def _cancelled() -> Error:
     return Error("cancelled", "the operation was cancelled")
+
+
+def _spans_now(branch: Branch, cached_now: int) -> list[Span]:
+    """The branch's spans as a reader of this branch sees them.
+
+    What an ancestor computed before the fork was there for this branch: cached. Of what waits to be sent, the beginning
+    that has KV now is cached, too.
+    """
+    spans: list[Span] = []
+
+    def add(start: int, stop: int, origin: Origin, op: int | None) -> None:
+        if spans and spans[-1].origin == origin == "cached":
+            spans[-1] = Span(spans[-1].start, stop, origin, spans[-1].op)
+        elif start < stop:
+            spans.append(Span(start, stop, origin, op))
+
+    for span in branch.log.spans():
+        is_inherited = span.origin == "computed" and span.stop <= branch.inherited
+        add(span.start, span.stop, "cached" if is_inherited else span.origin, span.op)
+    sent = len(branch.log)
+    has_kv = min(max(cached_now, sent), branch.length)
+    add(sent, has_kv, "cached", None)
+    add(has_kv, branch.length, "pending", None)
+    return spans
+
+
+def _with_text(vocabulary: Vocabulary, ids: list[int], spans: list[Span]) -> tuple[Span, ...]:
+    """The spans, each with its text. Together: the text of the whole."""
+    detokenizer = Detokenizer(vocabulary, skip_special_tokens=False)
+    texts = [detokenizer.push(ids[span.start : span.stop]) for span in spans]
+    if texts:
+        texts[-1] += detokenizer.finish()
+    return tuple(msgspec.structs.replace(span, text=text) for span, text in zip(spans, texts, strict=True))
 
 
 def _unpacked(branch: Branch) -> list[int]:

@@ -284,6 +284,20 @@ class BackendContract:
         edges = [0, *(span.stop for span in told.spans)]
         assert [span.start for span in told.spans] == edges[:-1] and edges[-1] == told.length
         assert any(span.origin == "generated" for span in told.spans)
+        assert all(span.text for span in told.spans) and "".join(span.text for span in told.spans) == told.text
+
+    def test_a_branch_that_only_got_text_knows_what_of_it_is_cached(self, backend: Backend) -> None:
+        first = say(backend.open(seed=18), "A beginning that several branches share.")
+        first.prefill().result(WAIT)
+        again = say(backend.open(seed=19), "A beginning that several branches share. And an end.")
+        (child,) = first.fork(1)
+        say(child, " And an end.")
+        shared = len(ids(first))
+        for branch in (again, child):
+            told = branch.explain().result(WAIT)
+            assert [span.origin for span in told.spans] == ["cached", "pending"]
+            assert told.spans[0].stop >= shared - 1 and told.cached_now >= shared - 1
+        assert {span.origin for span in first.explain().result(WAIT).spans} <= {"cached", "computed"}
 
     def test_info_and_stats_tell_the_limits(self, backend: Backend) -> None:
         info = backend.info()

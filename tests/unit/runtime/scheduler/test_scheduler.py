@@ -686,6 +686,19 @@ def test_explain_names_what_is_cached_and_why_no_more() -> None:
     assert explained[6].length == 0 and "99" in explained[6].miss
 
 
+def test_explain_looks_up_what_is_not_sent_yet_and_leaves_the_branch_as_it_was() -> None:
+    engine = make_engine()
+    submit(engine, 1, prompt(1, 40), 3)
+    engine.run_until_idle()
+    before = stats_of(engine)
+    engine.send(OpenBranch(2, 0, b"n"), ExplainBranch(5, 2, ints(prompt(1, 30))), ExplainBranch(6, 2))
+    explained = {e.query_id: e for e in engine.run_until_idle() if isinstance(e, BranchExplained)}
+    assert (explained[5].length, explained[5].cached_now) == (30, 29)
+    assert (explained[6].length, explained[6].cached_now) == (0, 0)
+    after = stats_of(engine)
+    assert all(after[name] == before[name] for name in ("pages_free", "pages_locked", "pages_in_use"))
+
+
 def test_shutdown_ends_every_request_and_then_says_so() -> None:
     engine = make_engine(max_slots=1)
     for number in (1, 2):

@@ -541,6 +541,35 @@ def test_spans_tell_where_every_token_came_from(desk: Desk) -> None:
     size = len(desk.vocabulary.encode_plain(prompt, at_start=True))
     assert origins == [("cached", size - 1), ("computed", 1), ("generated", 6), ("pending", 1)]
     assert told.length == size + 7 and told.text.startswith(prompt) and told.text.endswith(" and")
+    assert "".join(s.text for s in told.spans) == told.text and all(s.text for s in told.spans)
+    assert told.spans[-1].text.endswith(" and") and (told.spans[0].text + told.spans[1].text) == prompt
+
+
+def test_text_that_waits_is_looked_up_and_an_inherited_prompt_counts_as_cached(desk: Desk) -> None:
+    prompt = "Explain where all of these tokens came from, please."
+    size = len(desk.vocabulary.encode_plain(prompt, at_start=True))
+    desk.ask(Open(1), text(1, prompt), Prefill(2, 1))
+    desk.say(Open(3), text(3, prompt + " Again."), Explain(4, 3))  # nothing was sent for this branch yet
+    desk.say(Fork(1, (5, 6)), text(5, " More"), Explain(7, 5), Explain(8, 1))
+    desk.run()
+    waiting, child, parent = (desk.answer(op) for op in (4, 7, 8))
+    assert isinstance(waiting, Explained) and isinstance(child, Explained) and isinstance(parent, Explained)
+    assert waiting.cached_now >= size - 1 and [s.origin for s in waiting.spans] == ["cached", "pending"]
+    assert waiting.spans[0].stop == waiting.cached_now
+    assert [(s.origin, s.text) for s in child.spans] == [("cached", prompt), ("pending", " More")]
+    assert [s.origin for s in parent.spans] == ["computed"]  # what it computed stays its own
+
+
+def test_a_character_cut_by_a_span_belongs_to_the_later_one_and_nothing_is_lost(desk: Desk) -> None:
+    whole = desk.vocabulary.encode_plain("aé😀", at_start=True)
+    assert len(whole) > 3  # tokens of single bytes
+    for cut in range(1, len(whole)):
+        desk.ask(Open(100 * cut), Append(100 * cut, (Tokens(tuple(whole[:cut])),)), Prefill(100 * cut + 1, 100 * cut))
+        desk.say(Append(100 * cut, (Tokens(tuple(whole[cut:])),)), Explain(100 * cut + 2, 100 * cut))
+        desk.run()
+        told = desk.answer(100 * cut + 2)
+        assert isinstance(told, Explained)
+        assert "".join(s.text for s in told.spans) == told.text == "aé😀" and "�" not in told.text
 
 
 def test_tokenizing_needs_no_branch_and_a_prefill_of_nothing_is_done_at_once(desk: Desk) -> None:
