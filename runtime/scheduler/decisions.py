@@ -28,6 +28,13 @@ class TokenBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitsBudget:
+    """The step's rows of logits (each as wide as the vocabulary) went to others that want scores or their prompt's logprobs."""
+
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
 class MaxRunning:
     """Every slot is taken."""
 
@@ -48,7 +55,7 @@ class Preempted:
     by_request_id: int
 
 
-Reason = NeedsPages | WaitsForPrefix | TokenBudget | MaxRunning | HeldFor | Preempted
+Reason = NeedsPages | WaitsForPrefix | TokenBudget | LogitsBudget | MaxRunning | HeldFor | Preempted
 
 
 @dataclass(frozen=True, slots=True)

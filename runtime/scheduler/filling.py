@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anabranch.runtime.scheduler.decisions import TokenBudget
+from anabranch.runtime.scheduler.decisions import LogitsBudget, TokenBudget
 from anabranch.runtime.scheduler.following import Following
 from anabranch.runtime.scheduler.lifecycle import Lifecycle
 from anabranch.runtime.scheduler.plans import Row
@@ -21,12 +21,16 @@ from anabranch.runtime.scheduler.state import SchedulerState
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions [first, stop) of a request, and its present score tree if `has_tree`."""
+    """Positions [first, stop) of a request, and its present score tree if `has_tree`.
+
+    num_logit_rows   of these, besides the one that is sampled from
+    """
 
     request: Request
     first: int
     stop: int
     has_tree: bool
+    num_logit_rows: int
 
 
 class Filling:
@@ -35,12 +39,13 @@ class Filling:
         self.lifecycle = lifecycle
         self.room = room
         self.following = following
+        self._max_logit_rows = max(1, state.policy.logits_bytes // (4 * state.ready.vocab_size))
 
     def chunks(self, left: int) -> list[Chunk]:
         """What each filling request computes of the step's `left` tokens, with pages to write it.
 
         Tokens that a grammar forced go first; then the oldest request may have half, so that it always gets on; the rest
-        goes to those that are done soonest; what is over, to the oldest again.
+        goes to those that are done soonest; what is over, to the oldest again. Rows of logits have a budget of their own, by age.
         """
         columns = self.s.slots
         if not columns.filling.any():
@@ -50,8 +55,13 @@ class Filling:
         if not filling:
             return []
         shares = self._share_out(filling, left)
-        chunks = [self._chunk(r, shares[r.request_id], is_eldest=r is filling[0]) for r in filling]
-        return [chunk for chunk in chunks if chunk is not None and self._has_room(chunk)]
+        chunks, rows_left = [], self._max_logit_rows
+        for request in filling:
+            chunk = self._chunk(request, shares[request.request_id], rows_left, is_eldest=request is filling[0])
+            if chunk is not None and self._has_room(chunk):
+                chunks.append(chunk)
+                rows_left = max(0, rows_left - chunk.num_logit_rows)
+        return chunks
 
     def rows(self, chunks: list[Chunk]) -> list[Row]:
         """The rows of those chunks whose requests have not been preempted meanwhile, and of those that follow them."""
@@ -92,20 +102,28 @@ class Filling:
         shares[eldest.request_id] = min(wanted[eldest.request_id], first_share + left)
         return shares
 
-    def _chunk(self, request: Request, share: int, *, is_eldest: bool) -> Chunk | None:
+    def _chunk(self, request: Request, share: int, rows_left: int, *, is_eldest: bool) -> Chunk | None:
         columns, slot, size = self.s.slots, request.slot, self.s.page_size
         first, known = int(columns.planned[slot]), int(columns.known[slot])
-        stop, has_tree = min(first + share, known), False
+        stop, has_tree, lacks_rows = min(first + share, known), False, False
         if request.score is not None:
             # A tree is never cut: the eldest may exceed its share for one that is larger than that.
-            has_tree = known - first + request.score.trie.num_nodes <= share or (is_eldest and first == known - 1)
+            num_nodes = request.score.trie.num_nodes
+            lacks_rows = num_nodes >= rows_left
+            has_tree = (known - first + num_nodes <= share and not lacks_rows) or (is_eldest and first == known - 1)
             stop = known if has_tree else min(stop, known - 1)
+        elif _num_logprobs(request, first, stop) > rows_left:
+            wanted = request.prompt_logprobs
+            assert wanted is not None
+            lacks_rows = True
+            stop = wanted.needs_kv_from if wanted.needs_kv_from > first else first + rows_left
         if stop < known and stop // size * size > first:
             stop = stop // size * size  # whole pages, unless it is the last chunk
         if stop <= first:
-            self.s.deny(request, TokenBudget(self.s.config.tokens_per_step))
+            self.s.deny(request, LogitsBudget(self._max_logit_rows) if lacks_rows else TokenBudget(self.s.config.tokens_per_step))
             return None
-        return Chunk(request, first, stop, has_tree)
+        num_rows = request.score.trie.num_nodes + 1 if has_tree and request.score is not None else _num_logprobs(request, first, stop)
+        return Chunk(request, first, stop, has_tree, num_rows)
 
     def _has_room(self, chunk: Chunk) -> bool:
         request = chunk.request
@@ -121,8 +139,7 @@ class Filling:
         kv = request.branch.known()
         is_last = stop == int(columns.known[request.slot])
         row = Row(request.slot, first, kv.tokens(first, stop), stop, samples=is_last and request.wants_tokens)
-        wanted = request.prompt_logprobs
-        if wanted is not None and first < request.prompt_len and wanted.next <= min(stop, request.prompt_len - 1):
+        if _num_logprobs(request, first, stop):
             row.logprobs_from = first + 1
             row.next_id = int(kv.tokens(stop, stop + 1)[0]) if stop < request.prompt_len else -1
         if is_last:
@@ -136,3 +153,11 @@ class Filling:
         assert score is not None
         tokens = np.concatenate([request.branch.known().tokens(chunk.first), np.array(score.trie.token_ids, np.int32)])
         return Row(request.slot, chunk.first, tokens, chunk.stop if score.is_last else chunk.stop - 1, trie=score.trie)
+
+
+def _num_logprobs(request: Request, first: int, stop: int) -> int:
+    """Positions of [first, stop) whose logits are wanted for logprobs of the prompt: all of them, or none."""
+    wanted = request.prompt_logprobs
+    if wanted is None or first >= request.prompt_len or wanted.next > min(stop, request.prompt_len - 1):
+        return 0
+    return stop - first

@@ -44,12 +44,13 @@ class Policy:
     max_preemptions: int = 3  # a request preempted so often runs only where everybody's worst case fits
     min_shared_tokens: int = 64  # shorter shared prefixes are not worth a group
     share_logits: bool = True  # requests with one and the same prompt sample from one row, if the worker can
+    logits_bytes: int = 32 << 20  # rows of logits that a step may hold for scores and for logprobs of prompts
     watchdog_s: float = 5.0  # waiting requests, nothing running and nothing planned for so long is a stall
     raise_errors: bool = False  # tests: let exceptions out instead of ending the one request they belong to
 
     def __post_init__(self) -> None:
         require_int("pipeline_depth", self.pipeline_depth, 1, 2)
-        for name in ("window", "fifo_every", "fair_quantum", "min_shared_tokens"):
+        for name in ("window", "fifo_every", "fair_quantum", "min_shared_tokens", "logits_bytes"):
             require_int(name, getattr(self, name), 1, 1 << 30)
         for name in ("hold_after", "max_preemptions"):
             require_int(name, getattr(self, name), 0, 1 << 30)

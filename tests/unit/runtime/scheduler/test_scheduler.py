@@ -47,6 +47,7 @@ from anabranch.runtime.messages import (
 )
 from anabranch.runtime.scheduler.decisions import (
     HeldFor,
+    LogitsBudget,
     MaxRunning,
     NeedsPages,
     Preempted,
@@ -541,6 +542,56 @@ def test_a_choice_longer_than_any_share_of_a_step_is_scored_alone() -> None:
     engine.send(OpenBranch(1, 0, b"n"), SubmitScore(1, 1, ints(prompt(1, 10)), (ints(prompt(2, 40)), ints([1]))))
     end = finished(engine.run_until_idle())[1]
     assert [len(logprobs) for logprobs in end.choice_logprobs] == [40, 1]
+
+
+@pytest.mark.parametrize(("logits_rows", "first"), [(1, 0), (7, 0), (16, 0), (7, 45), (1000, 0)])
+def test_a_step_holds_no_more_rows_of_logits_than_their_budget(logits_rows: int, first: int) -> None:
+    engine = make_engine(budget=32, vocab_size=64, logits_bytes=4 * 64 * logits_rows)
+    plain = make_engine(budget=32, vocab_size=64)
+    texts = {number: prompt(number, 50) for number in (1, 2, 3)}
+    seen: list[int] = []
+    execute = engine.worker.execute
+
+    def counting(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        seen.append(sum(len(entry.logprobs.token_ids) for entry in result.prompt_logprobs))
+        return result
+
+    engine.worker.execute = counting  # type: ignore[method-assign]
+    for one in (engine, plain):
+        for number, text in texts.items():
+            params = SamplingParams(temperature=0.0, num_top_logprobs=2)
+            submit(one, number, text, 3, params=params, prompt_logprobs_from=first if number != 2 else None)
+    events, expected = finished(engine.run_until_idle()), finished(plain.run_until_idle())
+    assert max(seen) <= logits_rows and sum(seen) >= 2 * (49 - first)
+    for number in texts:
+        assert events[number].prompt_logprobs == expected[number].prompt_logprobs
+        assert tokens_of(engine.events, number) == tokens_of(plain.events, number)
+
+
+def test_who_waits_for_rows_of_logits_is_told_so() -> None:
+    engine = make_engine(budget=64, vocab_size=64, logits_bytes=4 * 64 * 8, depth=1)
+    for number in (1, 2):
+        submit(engine, number, prompt(number, 20), 1, params=SamplingParams(num_top_logprobs=0), prompt_logprobs_from=0)
+    tick(engine, 1)
+    assert reasons(engine)[2] == LogitsBudget(8)
+
+
+def test_scores_count_as_rows_of_logits_too_and_the_oldest_gets_its_tree() -> None:
+    engine = make_engine(budget=64, vocab_size=64, logits_bytes=4 * 64 * 8, depth=1)
+    for number in (1, 2, 3):
+        choices = (ints(prompt(number + 5, 7)), ints([1]))
+        engine.send(OpenBranch(number, 0, b"n"), SubmitScore(number, number, ints(prompt(number, 6)), choices))
+    execute, num_trees = engine.worker.execute, []
+
+    def counting(plan: StepPlan) -> StepResult:
+        num_trees.append(len(plan.trees))
+        return execute(plan)
+
+    engine.worker.execute = counting  # type: ignore[method-assign]
+    ends = finished(engine.run_until_idle())
+    assert max(num_trees) == 1 and sum(num_trees) == 3
+    assert [[len(choice) for choice in ends[number].choice_logprobs] for number in (1, 2, 3)] == [[7, 1]] * 3
 
 
 def test_prompt_logprobs_on_a_warm_prefix_bypass_the_cache_and_say_so() -> None:
