@@ -42,8 +42,8 @@ void anb_matmul(const Matrix* matrix, const float* x, int num_rows, float* out) 
   pool->parallel_for(num_blocks * matrix->num_panels, [&](int task, int thread) {
     const Panel& panel = matrix->panels[task % matrix->num_panels];
     const int first_row = task / matrix->num_panels * block, count = std::min(block, num_rows - first_row);
-    const Tile tile{static_cast<float*>(pool->scratch(thread, size_t(kRowBlock) * kPanelColumns * 4)), first_row, count};
-    multiply(*matrix, task % matrix->num_panels, {rows, row_bytes}, tile, 0, panel.data);
+    const Tile tile{static_cast<float*>(pool->scratch(thread, size_t(kRowBlock) * kPanelColumns * 4)), count};
+    multiply(*matrix, task % matrix->num_panels, {rows + size_t(first_row) * row_bytes, row_bytes}, tile, 0, panel.data);
     for (int r = 0; r < count; ++r) {
       std::memcpy(out + size_t(first_row + r) * matrix->num_columns + panel.first_column, tile.panel(0) + size_t(r) * kPanelColumns,
                   size_t(panel.num_columns) * 4);

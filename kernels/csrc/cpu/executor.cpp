@@ -1,7 +1,9 @@
-// Replays a recorded forward for one step: each operation is one or two parallel loops over (block of rows, panels of columns).
+// Replays a recorded forward for one step.
 //
-// Few rows: every thread norms and quantizes all of them for itself, which is cheaper than a barrier. Many rows: a loop of its own
-// does it once. Either way a row's arithmetic is the same, and only which thread did it differs.
+// Everything but attention works on each row alone. So with enough rows a thread takes a block of them through all operations from one
+// attention to the next, without a barrier, and their values never leave its cache. With few rows weights would be read more often than
+// that is worth: each operation then is one or two parallel loops over (block of rows, panels of columns). Either way a row's arithmetic
+// is the same, and only which thread did it differs.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -17,9 +19,12 @@ namespace anabranch {
 namespace {
 
 constexpr int kMaxPanels = 32;        // of one task
-constexpr int kRedundantRows = 2;     // up to so many, each thread prepares all rows for itself
+constexpr int kRedundantRows = 2;     // up to so many, each thread prepares all rows for itself, which is cheaper than a barrier
+constexpr int kOwnRows = 16;          // of a thread at least, or operations are split by panels
+constexpr int kOwnRowsAtMost = 128;   // of a thread at a time: what a layer knows about them stays in the second-level cache
 constexpr int kMaxPositions = 1 << 26;
 constexpr int kLogitPanels = 8;       // panels per task of the output projection
+constexpr int kPreparedRows = std::max(kRedundantRows, kOwnRowsAtMost);
 
 // Memory that grows and is kept.
 class Buffer {
@@ -56,6 +61,24 @@ struct PanelRange {
   int first, count;
 };
 
+struct Rows {
+  int first, count;
+};
+
+// How the columns of attention_input are divided: a unit is the fewest panels that hold whole heads, of q or of both k and v.
+struct HeadUnits {
+  int panels, heads;  // of one unit
+  int q_panels, kv_panels, q_units, kv_units;
+
+  explicit HeadUnits(const OpSpec& op) : heads(1) {
+    while (heads * op.head_dim % kPanelColumns != 0) ++heads;
+    panels = heads * op.head_dim / kPanelColumns;
+    q_panels = ceil_div(op.num_q_heads * op.head_dim, kPanelColumns), kv_panels = ceil_div(op.num_kv_heads * op.head_dim, kPanelColumns);
+    q_units = ceil_div(q_panels, panels), kv_units = ceil_div(kv_panels, panels);
+  }
+  int num_units() const { return q_units + kv_units; }
+};
+
 }  // namespace
 
 struct Program {
@@ -87,22 +110,20 @@ class Run {
   }
 
   void run() {
-    uint64_t before = monotonic_ns();
-    for (size_t i = 0; i < program_.ops.size(); ++i) {
-      const OpSpec& op = program_.ops[i];
+    for (size_t i = 0; i < program_.ops.size();) {
       if (i == program_.last_attention && step_.num_logits == 0) return;  // the KV is written, and that was all
-      switch (op.kind) {
-        case OpKind::embed: embed(op); break;
-        case OpKind::attention_input: attention_input(op); break;
-        case OpKind::attention: attend(op); break;
-        case OpKind::linear_add: linear_add(op); break;
-        case OpKind::gated_mlp_input: gated_mlp_input(op); break;
-        case OpKind::logits: logits(op); break;
+      const uint64_t start = monotonic_ns();
+      size_t end = end_of_segment(i);
+      if (end - i > 1 && num_tokens_ >= kOwnRows * pool_.num_active()) {
+        by_rows(i, end);
+        share_time(monotonic_ns() - start);
+      } else {
+        run_op(program_.ops[i]);
+        program_.spent_ns[int(program_.ops[i].kind)] += monotonic_ns() - start;
+        if (i == program_.last_attention) keep_logit_rows(i);
+        end = i + 1;
       }
-      if (i == program_.last_attention) keep_logit_rows(i);
-      const uint64_t now = monotonic_ns();
-      program_.spent_ns[int(op.kind)] += now - before;
-      before = now;
+      i = end;
     }
   }
 
@@ -134,40 +155,142 @@ class Run {
     rows_are_logits_ = true;
   }
 
-  void embed(const OpSpec& op) {
-    const Table& table = *op.table;
-    float* out = floats(op.target);
-    const int chunk = num_tokens_ < 16 ? num_tokens_ : 8;
-    pool_.parallel_for(ceil_div(num_tokens_, chunk), [&](int task, int) {
-      for (int t = task * chunk; t < std::min(num_tokens_, (task + 1) * chunk); ++t) read_row(table, step_.token_ids[t], out + size_t(t) * table.k);
+  // --- the two ways to divide work ------------------------------------------------------------------------------------------------
+
+  // The operations from `first` on that work on rows alone end there. The output projection stays outside: it is the widest by far.
+  size_t end_of_segment(size_t first) const {
+    size_t i = first;
+    while (i < program_.ops.size() && program_.ops[i].kind != OpKind::attention && program_.ops[i].kind != OpKind::logits) ++i;
+    return i;
+  }
+
+  void by_rows(size_t first_op, size_t end_op) {
+    const int threads = pool_.num_active(), num_blocks = int(round_up(ceil_div(num_tokens_, kOwnRowsAtMost), threads));
+    pool_.parallel_for(num_blocks, [&](int task, int thread) {
+      const auto from = int(int64_t(num_tokens_) * task / num_blocks), to = int(int64_t(num_tokens_) * (task + 1) / num_blocks);
+      if (from == to) return;
+      uint64_t before = monotonic_ns();
+      for (size_t i = first_op; i < end_op; ++i) {
+        const OpSpec& op = program_.ops[i];
+        whole_rows(op, {from, to - from}, thread);
+        const uint64_t now = monotonic_ns();
+        spent_[thread].ns[int(op.kind)] += now - before;
+        before = now;
+      }
     });
   }
 
-  // Rows `row_at(0..num_rows)` normed and quantized for `matrix`, then `body(task, thread, operand)` for each task.
-  template <class RowAt, class Body>
-  void with_rows(const Matrix& matrix, int num_rows, const float* norm, float eps, RowAt row_at, int num_tasks, Body body) {
+  // One operation on all columns of a few rows.
+  void whole_rows(const OpSpec& op, Rows rows, int thread) {
+    if (op.kind == OpKind::embed) return embed_rows(op, rows);
+    Operand x = gated_operand(op, rows);
+    if (x.rows == nullptr) {
+      const ThreadMemory own = memory(thread);
+      x = {own.prepared, operand_bytes(*op.matrix)};
+      for (int r = 0; r < rows.count; ++r) prepare(op, rows.first + r, own.normed, own.prepared + r * x.row_bytes);
+    }
+    for (int u = 0, n = num_units(op); u < n; ++u) unit(op, x, rows, u, thread);
+  }
+
+  // Wall time of a segment, among its operations as threads spent theirs.
+  void share_time(uint64_t wall_ns) {
+    uint64_t sums[kNumOpKinds] = {}, total = 1;
+    for (Spent& s : spent_) {
+      for (int kind = 0; kind < kNumOpKinds; ++kind) sums[kind] += s.ns[kind], total += s.ns[kind];
+      s = {};
+    }
+    for (int kind = 0; kind < kNumOpKinds; ++kind) program_.spent_ns[kind] += uint64_t(double(wall_ns) * double(sums[kind]) / double(total));
+  }
+
+  void run_op(const OpSpec& op) {
+    switch (op.kind) {
+      case OpKind::embed: return embed(op);
+      case OpKind::attention: return attend(op);
+      default: return by_panels(op);
+    }
+  }
+
+  void by_panels(const OpSpec& op) {
+    const Matrix& matrix = *op.matrix;
+    const int num_rows = op.kind == OpKind::logits ? step_.num_logits : num_tokens_;
+    if (num_rows == 0) return;
+    const int block = row_block(num_rows, matrix), num_blocks = ceil_div(num_rows, block), num = num_units(op), num_tasks = num_blocks * num;
+    const auto rows_of = [&](int task) { return Rows{task / num * block, std::min(block, num_rows - task / num * block)}; };
+    if (gated_operand(op, {0, 0}).rows != nullptr) {
+      pool_.parallel_for(num_tasks, [&](int task, int thread) {
+        const Rows rows = rows_of(task);
+        unit(op, gated_operand(op, rows), rows, task % num, thread);
+      });
+      return;
+    }
     const size_t row_bytes = operand_bytes(matrix);
     if (num_rows <= kRedundantRows) {
       const int serial = ++serial_;
       pool_.parallel_for(num_tasks, [&](int task, int thread) {
         const ThreadMemory own = memory(thread);
         if (prepared_for_[thread] != serial) {
-          for (int r = 0; r < num_rows; ++r) prepare_row(matrix, row_at(r), norm, eps, own.normed, own.prepared + r * row_bytes);
+          for (int r = 0; r < num_rows; ++r) prepare(op, r, own.normed, own.prepared + r * row_bytes);
           prepared_for_[thread] = serial;
         }
-        body(task, thread, Operand{own.prepared, row_bytes});
+        unit(op, {own.prepared, row_bytes}, rows_of(task), task % num, thread);
       });
       return;
     }
-    uint8_t* rows = program_.prepared.resize(row_bytes * num_rows);
+    uint8_t* prepared = program_.prepared.resize(row_bytes * num_rows);
     const int chunk = std::max(1, std::min(16, num_rows / (2 * pool_.num_threads())));
     pool_.parallel_for(ceil_div(num_rows, chunk), [&](int task, int thread) {
       float* normed = memory(thread).normed;
-      for (int r = task * chunk; r < std::min(num_rows, (task + 1) * chunk); ++r) {
-        prepare_row(matrix, row_at(r), norm, eps, normed, rows + r * row_bytes);
-      }
+      for (int r = task * chunk; r < std::min(num_rows, (task + 1) * chunk); ++r) prepare(op, r, normed, prepared + r * row_bytes);
     });
-    pool_.parallel_for(num_tasks, [&](int task, int thread) { body(task, thread, Operand{rows, row_bytes}); });
+    pool_.parallel_for(num_tasks, [&](int task, int thread) {
+      const Rows rows = rows_of(task);
+      unit(op, {prepared + rows.first * row_bytes, row_bytes}, rows, task % num, thread);
+    });
+  }
+
+  // Units of an operation: pieces of its columns, in the order in which weights lie.
+  int num_units(const OpSpec& op) const {
+    const int num_panels = op.matrix->num_panels;
+    switch (op.kind) {
+      case OpKind::attention_input: return HeadUnits(op).num_units();
+      case OpKind::gated_mlp_input: return num_panels / 2;
+      case OpKind::logits: return ceil_div(num_panels, kLogitPanels);
+      default: return num_panels;
+    }
+  }
+
+  void unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
+    switch (op.kind) {
+      case OpKind::attention_input: return heads_unit(op, x, rows, index, thread);
+      case OpKind::linear_add: return add_unit(op, x, rows, index, thread);
+      case OpKind::gated_mlp_input: return gated_unit(op, x, rows, index, thread);
+      default: return logits_unit(op, x, rows, index, thread);
+    }
+  }
+
+  // Row r normed and quantized for the operation's matrix.
+  void prepare(const OpSpec& op, int r, float* normed, uint8_t* out) {
+    const int row = op.kind == OpKind::logits && !rows_are_logits_ ? step_.logit_rows[r] : r;
+    prepare_row(*op.matrix, floats(op.source) + size_t(row) * op.matrix->k, op.norm, op.eps, normed, out);
+  }
+
+  // What gated_mlp_input left is an operand already; null for other sources.
+  Operand gated_operand(const OpSpec& op, Rows rows) const {
+    const Activations& source = program_.buffers[op.source];
+    if (!source.is_gated) return {nullptr, 0};
+    const size_t row_bytes = gated_bytes(source.width, op.matrix->is_exact);
+    return {source.memory.data() + rows.first * row_bytes, row_bytes};
+  }
+
+  void embed(const OpSpec& op) {
+    const int chunk = num_tokens_ < 16 ? num_tokens_ : 8;
+    pool_.parallel_for(ceil_div(num_tokens_, chunk), [&](int task, int) { embed_rows(op, {task * chunk, std::min(chunk, num_tokens_ - task * chunk)}); });
+  }
+
+  void embed_rows(const OpSpec& op, Rows rows) {
+    const Table& table = *op.table;
+    float* out = floats(op.target);
+    for (int t = rows.first; t < rows.first + rows.count; ++t) read_row(table, step_.token_ids[t], out + size_t(t) * table.k);
   }
 
   // What a thread has to itself, in one piece of scratch: it never moves while an operation runs.
@@ -175,20 +298,19 @@ class Run {
     float* sums;       // a Tile
     float* heads;      // K and V of a task, unpanelled
     float* normed;     // one row
-    uint8_t* prepared; // kRedundantRows operand rows
+    uint8_t* prepared; // kPreparedRows operand rows
   };
 
   ThreadMemory memory(int thread) {
     constexpr size_t sums = size_t(kMaxPanels) * kRowBlock * kPanelColumns * 4;
-    auto* p = static_cast<uint8_t*>(pool_.scratch(thread, 2 * sums + widest_ * (kRedundantRows + 1)));
+    auto* p = static_cast<uint8_t*>(pool_.scratch(thread, 2 * sums + widest_ * (kPreparedRows + 1)));
     uint8_t* after = p + 2 * sums;
     return {reinterpret_cast<float*>(p), reinterpret_cast<float*>(p + sums), reinterpret_cast<float*>(after), after + widest_};
   }
 
   // The sums of a task's panels, bias included.
-  Tile multiply_panels(const Matrix& matrix, const Operand& x, int first_row, int num_rows, const PanelRange* ranges, int num_ranges, int thread) {
-    const ThreadMemory own = memory(thread);
-    const Tile tile{own.sums, first_row, num_rows};
+  Tile multiply_panels(const Matrix& matrix, const Operand& x, int num_rows, const PanelRange* ranges, int num_ranges, int thread) {
+    const Tile tile{memory(thread).sums, num_rows};
     int at = 0;
     for (int i = 0; i < num_ranges; ++i) {
       for (int p = ranges[i].first; p < ranges[i].first + ranges[i].count; ++p, ++at) {
@@ -202,62 +324,42 @@ class Run {
 
   // --- attention input -------------------------------------------------------------------------------------------------------
 
-  // A head unit is the fewest panels that hold whole heads.
-  struct HeadUnits {
-    int panels, heads;  // of one unit
-    explicit HeadUnits(int head_dim) {
-      heads = 1;
-      while (heads * head_dim % kPanelColumns != 0) ++heads;
-      panels = heads * head_dim / kPanelColumns;
+  // KV units are twice as long: they are spread among the others, first ones first.
+  void heads_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
+    const HeadUnits units(op);
+    const int before = int(int64_t(index) * units.kv_units / units.num_units()), after = int(int64_t(index + 1) * units.kv_units / units.num_units());
+    if (after > before) {
+      key_value_unit(op, x, rows, before, units, thread);
+    } else {
+      query_unit(op, x, rows, index - before, units, thread);
     }
-  };
-
-  void attention_input(const OpSpec& op) {
-    const Matrix& matrix = *op.matrix;
-    const HeadUnits unit(op.head_dim);
-    const int q_panels = ceil_div(op.num_q_heads * op.head_dim, kPanelColumns), kv_panels = ceil_div(op.num_kv_heads * op.head_dim, kPanelColumns);
-    const int q_units = ceil_div(q_panels, unit.panels), kv_units = ceil_div(kv_panels, unit.panels), num_units = q_units + kv_units;
-    const int block = row_block(num_tokens_, matrix), num_blocks = ceil_div(num_tokens_, block);
-    const float* h = floats(op.source);
-    const auto row_at = [&](int r) { return h + size_t(r) * matrix.k; };
-    with_rows(matrix, num_tokens_, op.norm, op.eps, row_at, num_blocks * num_units, [&](int task, int thread, const Operand& x) {
-      const int first_row = task / num_units * block, num_rows = std::min(block, num_tokens_ - first_row), u = task % num_units;
-      // KV units are twice as long: they are spread among the others, first ones first.
-      const int kv_before = int(int64_t(u) * kv_units / num_units), kv_after = int(int64_t(u + 1) * kv_units / num_units);
-      if (kv_after > kv_before) {
-        key_value_unit(op, x, first_row, num_rows, kv_before, unit, q_panels, kv_panels, thread);
-      } else {
-        query_unit(op, x, first_row, num_rows, u - kv_before, unit, q_panels, thread);
-      }
-    });
   }
 
   const float* const* angles(const OpSpec& op, int first_row) const { return op.rope->rows.data() + first_row; }
 
-  void query_unit(const OpSpec& op, const Operand& x, int first_row, int num_rows, int index, const HeadUnits& unit, int q_panels, int thread) {
-    const PanelRange range{index * unit.panels, std::min(unit.panels, q_panels - index * unit.panels)};
-    const Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, &range, 1, thread);
+  void query_unit(const OpSpec& op, const Operand& x, Rows rows, int index, const HeadUnits& unit, int thread) {
+    const PanelRange range{index * unit.panels, std::min(unit.panels, unit.q_panels - index * unit.panels)};
+    const Tile tile = multiply_panels(*op.matrix, x, rows.count, &range, 1, thread);
     const int width = op.num_q_heads * op.head_dim, first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_q_heads - first_head);
-    float* q = floats(op.target) + size_t(first_row) * width + size_t(first_head) * op.head_dim;
-    element_ops().finish_heads({tile.all(0, range.count), num_heads, op.head_dim, op.q_norm, op.eps, angles(op, first_row),
+    float* q = floats(op.target) + size_t(rows.first) * width + size_t(first_head) * op.head_dim;
+    element_ops().finish_heads({tile.all(0, range.count), num_heads, op.head_dim, op.q_norm, op.eps, angles(op, rows.first),
                                 op.rope->num_pairs(), q, size_t(width)});
   }
 
   // K and V of the same heads, so that they are written together.
-  void key_value_unit(const OpSpec& op, const Operand& x, int first_row, int num_rows, int index, const HeadUnits& unit, int q_panels, int kv_panels,
-                      int thread) {
-    const int count = std::min(unit.panels, kv_panels - index * unit.panels), first = q_panels + index * unit.panels;
-    const PanelRange ranges[2] = {{first, count}, {first + kv_panels, count}};
-    const Tile tile = multiply_panels(*op.matrix, x, first_row, num_rows, ranges, 2, thread);
+  void key_value_unit(const OpSpec& op, const Operand& x, Rows rows, int index, const HeadUnits& unit, int thread) {
+    const int count = std::min(unit.panels, unit.kv_panels - index * unit.panels), first = unit.q_panels + index * unit.panels;
+    const PanelRange ranges[2] = {{first, count}, {first + unit.kv_panels, count}};
+    const Tile tile = multiply_panels(*op.matrix, x, rows.count, ranges, 2, thread);
     const int first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_kv_heads - first_head), width = num_heads * op.head_dim;
     float* k = memory(thread).heads;
-    float* v = k + size_t(num_rows) * width;
-    element_ops().finish_heads({tile.all(0, count), num_heads, op.head_dim, op.k_norm, op.eps, angles(op, first_row), op.rope->num_pairs(), k,
+    float* v = k + size_t(rows.count) * width;
+    element_ops().finish_heads({tile.all(0, count), num_heads, op.head_dim, op.k_norm, op.eps, angles(op, rows.first), op.rope->num_pairs(), k,
                                 size_t(width)});
     element_ops().finish_heads({tile.all(count, count), num_heads, op.head_dim, nullptr, op.eps, nullptr, 0, v, size_t(width)});
-    const KVSlot* slots = program_.plan.slots() + first_row;
+    const KVSlot* slots = program_.plan.slots() + rows.first;
     for (int i = 0; i < num_heads; ++i) {
-      write_kv(program_.kv, op.layer, first_head + i, slots, num_rows, k + i * op.head_dim, width, v + i * op.head_dim, width);
+      write_kv(program_.kv, op.layer, first_head + i, slots, rows.count, k + i * op.head_dim, width, v + i * op.head_dim, width);
     }
   }
 
@@ -268,69 +370,45 @@ class Run {
 
   // --- projections -----------------------------------------------------------------------------------------------------------
 
-  void linear_add(const OpSpec& op) {
+  void add_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
     const Matrix& matrix = *op.matrix;
-    const Activations& source = program_.buffers[op.source];
-    const int block = row_block(num_tokens_, matrix), num_blocks = ceil_div(num_tokens_, block), num_tasks = num_blocks * matrix.num_panels;
-    float* h = floats(op.target);
-    const auto body = [&](int task, int thread, const Operand& x) {
-      const int first_row = task / matrix.num_panels * block, num_rows = std::min(block, num_tokens_ - first_row);
-      const PanelRange range{task % matrix.num_panels, 1};
-      const Tile tile = multiply_panels(matrix, x, first_row, num_rows, &range, 1, thread);
-      const Panel& panel = matrix.panels[range.first];
-      float* to = h + size_t(first_row) * matrix.num_columns + panel.first_column;
-      element_ops().add(tile.all(0, 1), 0, panel.num_columns, to, matrix.num_columns);
-    };
-    if (source.is_gated) {
-      const Operand x{source.memory.data(), gated_bytes(source.width, matrix.is_exact)};
-      pool_.parallel_for(num_tasks, [&](int task, int thread) { body(task, thread, x); });
-      return;
-    }
-    const float* from = source.memory.floats();
-    with_rows(matrix, num_tokens_, nullptr, 0.0f, [&](int r) { return from + size_t(r) * matrix.k; }, num_tasks, body);
+    const PanelRange range{index, 1};
+    const Tile tile = multiply_panels(matrix, x, rows.count, &range, 1, thread);
+    const Panel& panel = matrix.panels[index];
+    float* to = floats(op.target) + size_t(rows.first) * matrix.num_columns + panel.first_column;
+    element_ops().add(tile.all(0, 1), 0, panel.num_columns, to, matrix.num_columns);
   }
 
-  void gated_mlp_input(const OpSpec& op) {
-    const Matrix& matrix = *op.matrix;
+  // Panels of gate and up alternate: a pair gives 32 columns.
+  void gated_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
+    const PanelRange range{2 * index, 2};
+    const Tile tile = multiply_panels(*op.matrix, x, rows.count, &range, 1, thread);
     Activations& target = program_.buffers[op.target];
-    const int num_pairs = matrix.num_panels / 2, block = row_block(num_tokens_, matrix), num_blocks = ceil_div(num_tokens_, block);
-    const float* h = floats(op.source);
-    const size_t row_bytes = gated_bytes(target.width, matrix.is_exact);
-    uint8_t* out = target.memory.data();
-    const auto row_at = [&](int r) { return h + size_t(r) * matrix.k; };
-    with_rows(matrix, num_tokens_, op.norm, op.eps, row_at, num_blocks * num_pairs, [&](int task, int thread, const Operand& x) {
-      const int first_row = task / num_pairs * block, num_rows = std::min(block, num_tokens_ - first_row), pair = task % num_pairs;
-      const PanelRange range{2 * pair, 2};
-      const Tile tile = multiply_panels(matrix, x, first_row, num_rows, &range, 1, thread);
-      uint8_t* rows = out + size_t(first_row) * row_bytes;
-      if (matrix.is_exact) {
-        element_ops().gate(tile.all(0, 2), reinterpret_cast<float*>(rows) + pair * kPanelColumns, row_bytes / 4);
-      } else {
-        element_ops().gate_quantize(tile.all(0, 2), reinterpret_cast<ActivationGroup*>(rows) + pair, int(row_bytes / sizeof(ActivationGroup)));
-      }
-    });
+    const size_t row_bytes = gated_bytes(target.width, op.matrix->is_exact);
+    uint8_t* out = target.memory.data() + rows.first * row_bytes;
+    if (op.matrix->is_exact) {
+      element_ops().gate(tile.all(0, 2), reinterpret_cast<float*>(out) + index * kPanelColumns, row_bytes / 4);
+    } else {
+      element_ops().gate_quantize(tile.all(0, 2), reinterpret_cast<ActivationGroup*>(out) + index, int(row_bytes / sizeof(ActivationGroup)));
+    }
   }
 
-  void logits(const OpSpec& op) {
-    if (step_.num_logits == 0) return;
+  void logits_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
     const Matrix& matrix = *op.matrix;
-    const int num_rows = step_.num_logits, block = row_block(num_rows, matrix), num_blocks = ceil_div(num_rows, block);
-    const int num_groups = ceil_div(matrix.num_panels, kLogitPanels);
-    const float* h = floats(op.source);
-    const auto row_at = [&](int r) { return h + size_t(rows_are_logits_ ? r : step_.logit_rows[r]) * matrix.k; };
-    with_rows(matrix, num_rows, op.norm, op.eps, row_at, num_blocks * num_groups, [&](int task, int thread, const Operand& x) {
-      const int first_row = task / num_groups * block, rows = std::min(block, num_rows - first_row), first = task % num_groups * kLogitPanels;
-      const PanelRange range{first, std::min(kLogitPanels, matrix.num_panels - first)};
-      const Tile tile = multiply_panels(matrix, x, first_row, rows, &range, 1, thread);
-      for (int r = 0; r < rows; ++r) {
-        float* to = step_.logits + size_t(first_row + r) * matrix.num_columns;
-        for (int p = 0; p < range.count; ++p) {
-          const Panel& panel = matrix.panels[first + p];
-          std::memcpy(to + panel.first_column, tile.panel(p) + size_t(r) * kPanelColumns, size_t(panel.num_columns) * 4);
-        }
+    const PanelRange range{index * kLogitPanels, std::min(kLogitPanels, matrix.num_panels - index * kLogitPanels)};
+    const Tile tile = multiply_panels(matrix, x, rows.count, &range, 1, thread);
+    for (int r = 0; r < rows.count; ++r) {
+      float* to = step_.logits + size_t(rows.first + r) * matrix.num_columns;
+      for (int p = 0; p < range.count; ++p) {
+        const Panel& panel = matrix.panels[range.first + p];
+        std::memcpy(to + panel.first_column, tile.panel(p) + size_t(r) * kPanelColumns, size_t(panel.num_columns) * 4);
       }
-    });
+    }
   }
+
+  struct alignas(128) Spent {
+    uint64_t ns[kNumOpKinds] = {};
+  };
 
   Program& program_;
   const StepArgs& step_;
@@ -338,6 +416,7 @@ class Run {
   int num_tokens_;
   bool rows_are_logits_ = false;
   size_t widest_ = 0;  // bytes of the longest row that any operation prepares, as f32 or quantized
+  std::vector<Spent> spent_ = std::vector<Spent>(pool_.num_threads());  // by threads, in the segment in hand
   int serial_ = 0;
   std::vector<int> prepared_for_ = std::vector<int>(pool_.num_threads(), 0);
 };

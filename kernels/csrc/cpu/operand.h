@@ -11,7 +11,7 @@ constexpr int kRowBlock = 480;                 // rows of one task at most,
 constexpr size_t kRowBlockBytes = 768 * 1024;  // so that their operands stay in the second-level cache while panels come and go
 constexpr int kRowStep = 4;                    // blocks are whole tiles of the widest variant
 
-// Rows as a matrix product takes them: quantized records, or f32.
+// A task's rows as a matrix product takes them: quantized records, or f32.
 struct Operand {
   const uint8_t* rows;
   size_t row_bytes;
@@ -20,7 +20,7 @@ struct Operand {
 // Where a task's sums of `matmul` go: [panel][row][32].
 struct Tile {
   float* sums;
-  int first_row, num_rows;
+  int num_rows;
   float* panel(int p) const { return sums + size_t(p) * num_rows * kPanelColumns; }
   Sums all(int first_panel, int num_panels) const { return {panel(first_panel), num_panels, num_rows}; }
 };
@@ -41,11 +41,10 @@ inline void add_bias(const Matrix& matrix, const Panel& panel, float* sums, int 
 
 inline void multiply(const Matrix& matrix, int panel, const Operand& x, const Tile& tile, int at, const uint8_t* next) {
   const Panel& p = matrix.panels[panel];
-  const uint8_t* rows = x.rows + size_t(tile.first_row) * x.row_bytes;
   if (matrix.is_exact) {
-    linear_ops().matmul_exact(p, matrix.k, reinterpret_cast<const float*>(rows), x.row_bytes / 4, tile.num_rows, tile.panel(at));
+    linear_ops().matmul_exact(p, matrix.k, reinterpret_cast<const float*>(x.rows), x.row_bytes / 4, tile.num_rows, tile.panel(at));
   } else {
-    const ActivationRows groups{reinterpret_cast<const ActivationGroup*>(rows), matrix.num_groups(), int(x.row_bytes / sizeof(ActivationGroup))};
+    const ActivationRows groups{reinterpret_cast<const ActivationGroup*>(x.rows), matrix.num_groups(), int(x.row_bytes / sizeof(ActivationGroup))};
     linear_ops().matmul(p, groups, tile.num_rows, tile.panel(at), next);
   }
   add_bias(matrix, p, tile.panel(at), tile.num_rows);
