@@ -1,8 +1,7 @@
 // elementwise.h for one instruction set; compiled once for each (elementwise_avx512.cpp, ...).
 #pragma once
 
-#include "elementwise.h"
-#include "intlib.h"
+#include "elementwise_quantize.h"
 
 namespace anabranch {
 namespace ANB_ISA {
@@ -24,26 +23,10 @@ ANB_INLINE void store_some(float* p, vf x, int n) {
 
 constexpr int kRowsAhead = 6;  // whole-block passes touch rows that lie far apart: their lines are fetched so many rows early
 
-// The largest magnitude is found on bits: as integers, NaN > infinity > every number, and none is passed over.
-ANB_INLINE void quantize_group(vf x0, vf x1, ActivationGroup* out) {
-  const vi no_sign = i_set1(0x7fffffff);
-  const float largest = bits_to_float(uint32_t(i_hmax(i_max(i_and(bits_of(x0), no_sign), i_and(bits_of(x1), no_sign)))));
-  float scale = largest * (1.0f / 127.0f);
-  const bool is_finite = largest <= 3.4028235e38f;
-  if (!is_finite) scale = bits_to_float(0x7fc00000u);
-  const float inverse = scale >= 1.1754944e-38f ? 1.0f / scale : 0.0f;  // below: 1 / scale may overflow, and all is nought anyway
-  const vi c0 = is_finite ? round_to_int(mul(x0, set1(inverse))) : i_zero(), c1 = is_finite ? round_to_int(mul(x1, set1(inverse))) : i_zero();
-  int32_t sum0, sum1;
-  store_bytes(out->codes, c0, c1, &sum0, &sum1);
-  out->scale = scale;
-  out->weighted_sum = scale * float(sum0 + sum1);
-  out->offset = kBiasBits - 128 * (sum0 + sum1);
-  out->half_offset[0] = kBiasBits - 128 * sum0;
-  out->half_offset[1] = kBiasBits - 128 * sum1;
-}
-
 static void quantize_row(const float* x, int k, ActivationGroup* out) {
-  for (; k >= kGroup; k -= kGroup, x += kGroup) quantize_group(load(x), load(x + kLanes), out++);
+  const int whole = k / kGroup;
+  quantize_groups(x, kGroup, whole, out, 1);
+  x += whole * kGroup, out += whole, k -= whole * kGroup;
   if (k > 0) quantize_group(load_some(x, k), k > kLanes ? load_some(x + kLanes, k - kLanes) : zero(), out);
 }
 
@@ -62,7 +45,8 @@ static void norm_row(const float* x, const float* weight, int k, float eps, floa
   }
   const float mean = hsum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / float(k);
   const vf inverse = set1(1.0f / sqrtf(mean + eps));
-  for (i = 0; i < k; i += kLanes) store_some(out + i, mul(mul(load_some(x + i, k - i), inverse), load_some(weight + i, k - i)), k - i);
+  for (i = 0; i + kLanes <= k; i += kLanes) store(out + i, mul(mul(load(x + i), inverse), load(weight + i)));
+  if (i < k) store_some(out + i, mul(mul(load_some(x + i, k - i), inverse), load_some(weight + i, k - i)), k - i);
 }
 
 static void rotate(float* x, const float* angles, int num_pairs) {
@@ -130,7 +114,7 @@ static void gate_quantize(const Sums& from, ActivationGroup* out, int out_stride
       __builtin_prefetch(out + (first + r) * out_stride, 1, 3);
       gate_row(from, first + r, values[r]);
     }
-    for (int r = 0; r < n; ++r) quantize_group(load(values[r]), load(values[r] + kLanes), out + (first + r) * out_stride);
+    quantize_groups(values[0], kPanelColumns, n, out + first * out_stride, size_t(out_stride));
   }
 }
 
