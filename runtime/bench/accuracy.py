@@ -29,9 +29,11 @@ NUM_WINDOWS = 10  # 2,550 judged tokens
 PAGE_SIZE = 16
 CASES = (  # (name, precision, kv dtype); the first is what all are judged against
     ("exact, KV f32", "exact", "f32"),
+    ("exact, KV int16", "exact", "int16"),
     ("exact, KV f16", "exact", "f16"),
     ("exact, KV bf16", "exact", "bf16"),
     ("exact, KV int8", "exact", "int8"),
+    ("fast, KV int16", "fast", "int16"),
     ("fast, KV f16", "fast", "f16"),
     ("fast, KV int8", "fast", "int8"),
 )

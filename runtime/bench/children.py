@@ -58,7 +58,7 @@ class Child:
             self.process.send_signal(number)
 
     def end(self) -> None:
-        """Ask, wait, then kill. Idempotent."""
+        """Ask, wait, then kill; close its pipes, which no other thread may read any more. Idempotent."""
         self.resume()
         if self.is_alive:
             self.process.terminate()
@@ -67,6 +67,8 @@ class Child:
         if self.is_alive:
             self.process.kill()
             self.process.wait()
-        if self._log is not None:
-            self._log.close()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr, self._log):
+            if stream is not None:
+                with suppress(OSError):  # what was still to be written goes nowhere
+                    stream.close()
 

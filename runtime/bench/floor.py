@@ -3,7 +3,7 @@
 Model of a step (Williams et al. 2009, "Roofline"): every weight and every visible KV slot is read at least once, at the rate of the memory that
 they fit in; every multiply-add is done once, at the peak of its kind; both overlap perfectly. So
 
-    seconds = max(bytes / read rate, 2 * matrix multiply-adds / 8-bit peak + 2 * attention multiply-adds / float peak)
+    seconds = max(bytes / read rate, 2 * matrix multiply-adds / their peak + 2 * attention multiply-adds / their peak)
 
 The rates come from `kernels/limits.py` (measured), the sizes from the model's file. A workload's floor adds up the fewest steps that can do
 it, with each distinct token computed once and shared prefixes read once a step: what a perfect cache and scheduler would do.
@@ -12,7 +12,7 @@ Not counted: activations, KV writes, sampling, tokenization, everything outside 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from anabranch.kernels.formats import RawTensor
 
@@ -80,19 +80,37 @@ def decode(rows: int, steps: int, *, shared: int = 0, own: int) -> Step:
     return Step(rows, rows, shared + rows * middle, rows * (shared + middle), steps)
 
 
-def step_seconds(step: Step, sizes: Sizes, rates: Rates, *, exact: bool = False) -> float:
-    """The least time of one such step. `exact`: activations are not rounded, so that products run at the float peak."""
+@dataclass(frozen=True, slots=True)
+class Products:
+    """What is multiplied: "byte" (8-bit integers), "word" (16-bit integers, half as many at once), "float" (float32)."""
+
+    matrix: Literal["byte", "word", "float"] = "byte"
+    attention: Literal["byte", "word", "float"] = "word"
+
+    @classmethod
+    def of(cls, *, precision: str, kv_dtype: str) -> "Products":
+        """Exact activations stay float32. Keys and values that are kept as integers are multiplied as words, others as float32."""
+        return cls("float" if precision == "exact" else "byte", "word" if kv_dtype in ("int16", "int8") else "float")
+
+
+def peak(kind: str, rates: Rates) -> float:
+    """Operations per second of that kind."""
+    return {"byte": rates.byte_ops_per_s, "word": rates.byte_ops_per_s / 2, "float": rates.float_ops_per_s}[kind]
+
+
+def step_seconds(step: Step, sizes: Sizes, rates: Rates, products: Products = Products()) -> float:
+    """The least time of one such step."""
     weights = sizes.matrix_bytes + (sizes.head_bytes if step.logits else 0)
     num_bytes = weights + int(step.kv_read * sizes.kv_bytes_per_token)
     matrix = step.new_tokens * sizes.matrix_values + step.logits * sizes.head_values
-    peak = rates.float_ops_per_s if exact else rates.byte_ops_per_s
-    compute = 2 * matrix / peak + 2 * step.pairs * sizes.attention_per_pair / rates.float_ops_per_s
+    attention = step.pairs * sizes.attention_per_pair
+    compute = 2 * matrix / peak(products.matrix, rates) + 2 * attention / peak(products.attention, rates)
     return max(num_bytes / rates.read_rate(num_bytes), compute)
 
 
-def seconds(plan: Iterable[Step], sizes: Sizes, rates: Rates, *, exact: bool = False) -> float:
+def seconds(plan: Iterable[Step], sizes: Sizes, rates: Rates, products: Products = Products()) -> float:
     """The least time of a whole plan."""
-    return sum(step.times * step_seconds(step, sizes, rates, exact=exact) for step in plan)
+    return sum(step.times * step_seconds(step, sizes, rates, products) for step in plan)
 
 
 def sizes_of(

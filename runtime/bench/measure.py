@@ -35,14 +35,14 @@ class Machine:
 
     sizes: floor.Sizes
     rates: floor.Rates
-    exact: bool = False  # activations are not rounded: products run at the float peak
+    products: floor.Products = floor.Products()  # noqa: RUF009  # frozen
 
     def floor_of(self, workload: Workload, scale: float, figures: Figures) -> Figures:
         """`floor` in the unit of the headline and `x_floor`, how many times worse the run was; nothing where no floor is defined."""
         if workload.least is None:
             return {}
         plan = workload.least(scale, figures)
-        total_s = floor.seconds(plan, self.sizes, self.rates, exact=self.exact)
+        total_s = floor.seconds(plan, self.sizes, self.rates, self.products)
         best = least.headline_floor(workload.headline, plan, total_s, figures)
         measured = figures[workload.headline]
         return {"floor": best, "x_floor": measured / best if workload.better == "lower" else best / measured}

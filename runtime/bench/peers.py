@@ -56,8 +56,9 @@ def wait_for_server(port: int, child: Child, *, path: str = "/health", timeout_s
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             try:
                 connection.request("GET", path)
-                if connection.getresponse().status == 200:
-                    return
+                with connection.getresponse() as response:
+                    if response.status == 200:
+                        return
             finally:
                 connection.close()
         time.sleep(pause_s)

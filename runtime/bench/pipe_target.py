@@ -4,6 +4,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -14,6 +15,7 @@ from anabranch.runtime.bench.targets import Node, Reply, Schema
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
 READY_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 10.0
 
 
 class PipeTarget:
@@ -29,7 +31,8 @@ class PipeTarget:
         self.started = time.perf_counter()
         self.child = Child(command, is_tied=is_tied, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._ready: Future[None] = Future()
-        threading.Thread(target=self._read, daemon=True, name="bench-peer").start()
+        self._reader = threading.Thread(target=self._read, daemon=True, name="bench-peer")
+        self._reader.start()
         try:
             self._ready.result(READY_TIMEOUT_S)
         except BaseException:
@@ -77,12 +80,13 @@ class PipeTarget:
     def close(self) -> None:
         """End of input ends it by itself; if it does not, it is ended."""
         self.child.resume()
-        if self.child.process.stdin is not None:
-            try:
-                self.child.process.stdin.close()
-                self.child.process.wait(10)
-            except (OSError, subprocess.TimeoutExpired):
-                pass
+        assert self.child.process.stdin is not None
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self.child.process.stdin.close()
+            self.child.process.wait(END_TIMEOUT_S)
+        if self.child.is_alive:
+            self.child.process.kill()
+        self._reader.join()
         self.child.end()
 
 

@@ -7,9 +7,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anabranch.runtime.bench import accuracy, arrivals, cache_cost, fork, mistakes, peers, radix, serve, start, step
+from anabranch.runtime.bench import (
+    accuracy,
+    arrivals,
+    cache_cost,
+    floor,
+    fork,
+    mistakes,
+    peers,
+    radix,
+    serve,
+    start,
+    step,
+)
 from anabranch.runtime.bench.figures import Figure, collect, table
-from anabranch.runtime.bench.floor import sizes_of
 from anabranch.runtime.bench.host import Watch, prepare_memory
 from anabranch.runtime.bench.measure import Machine, measure
 from anabranch.runtime.bench.peer_setup import is_set_up_llama_cpp, set_up_llama_cpp
@@ -121,19 +132,19 @@ def machine_of(model: Model, settings: Settings) -> Machine | None:
     from anabranch.runtime.worker.memory import kv_bytes_per_token
 
     checkpoint = open_checkpoint(model.path)
-    c, wanted = checkpoint.config, settings.options.get("kv_dtype", "auto")
-    kv_bytes = kv_bytes_per_token(
-        num_layers=c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype="f16" if wanted == "auto" else wanted
-    )
+    c, dtype = checkpoint.config, settings.options.get("kv_dtype", "auto")
+    dtype = "int16" if dtype == "auto" else dtype
+    kv_bytes = kv_bytes_per_token(num_layers=c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=dtype)
     try:
         rates = measure(settings.options.get("num_threads"), SIZES[:3] if settings.small else SIZES)
     except BuildError as fault:
         print(f"no floor: {fault}", file=sys.stderr)
         return None
-    sizes = sizes_of(
+    sizes = floor.sizes_of(
         checkpoint.tensors, num_layers=c.num_layers, num_heads=c.num_heads, head_dim=c.head_dim, kv_bytes_per_token=kv_bytes
     )
-    return Machine(sizes, rates, exact=settings.options.get("precision") == "exact")
+    precision = settings.options.get("precision", "fast")
+    return Machine(sizes, rates, floor.Products.of(precision=precision, kv_dtype=dtype))
 
 
 # ---------------------------------------------------------------- more than one workload function

@@ -98,7 +98,8 @@ class UrlTarget:
         connection = http.client.HTTPConnection(self.url.hostname or "", self.url.port, timeout=600)
         try:
             connection.request("POST", self.url.path.rstrip("/") + "/v1/completions", orjson.dumps(body), headers)
-            return self._read(connection.getresponse(), asked)
+            with connection.getresponse() as response:
+                return self._read(response, asked)
         finally:
             connection.close()
 

@@ -1,10 +1,12 @@
 """Arrivals are drawn as they should be, and traces of other people are read or refused with the line that is wrong."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, pstdev
 
 import pytest
+
 from anabranch.runtime.bench.arrivals import (
     MIX,
     Arrival,
@@ -19,7 +21,7 @@ from anabranch.runtime.bench.arrivals import (
 
 def test_gaps_of_a_poisson_stream_have_its_mean_and_the_spread_of_an_exponential() -> None:
     arrivals = poisson(4.0, 4000, seed=1)
-    gaps = [b.at - a.at for a, b in zip(arrivals, arrivals[1:])]
+    gaps = [b.at - a.at for a, b in pairwise(arrivals)]
     assert mean(gaps) == pytest.approx(0.25, rel=0.06) and pstdev(gaps) == pytest.approx(0.25, rel=0.08)
     assert len({a.num_prompt for a in arrivals}) > len(MIX) and offered_rate(arrivals) == pytest.approx(4.0, rel=0.06)
 

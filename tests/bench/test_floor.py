@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+
 from anabranch.kernels.formats import RawTensor
 from anabranch.runtime.bench import floor, least
 from anabranch.runtime.bench.floor import Sizes, Step, decode, prefill, sizes_of, step_seconds
@@ -28,13 +29,20 @@ def test_a_step_of_one_row_is_bound_by_reading_the_weights_and_its_kv() -> None:
 
 
 def test_a_step_of_many_tokens_is_bound_by_its_products() -> None:
-    expected = 2 * (100 * 1000 + 200) / 1000 + 2 * 5050 * 4 / 100
+    expected = 2 * (100 * 1000 + 200) / 1000 + 2 * 5050 * 4 / 500
     assert step_seconds(prefill(1, 100), SIZES, FlatRates()) == pytest.approx(expected)
 
 
 def test_exact_activations_multiply_at_the_float_peak() -> None:
     step = Step(100, 0, 0, 0)
-    assert step_seconds(step, SIZES, FlatRates(), exact=True) == pytest.approx(10 * step_seconds(step, SIZES, FlatRates()))
+    exact = floor.Products.of(precision="exact", kv_dtype="f32")
+    assert step_seconds(step, SIZES, FlatRates(), exact) == pytest.approx(10 * step_seconds(step, SIZES, FlatRates()))
+
+
+def test_attention_over_floats_multiplies_at_the_float_peak_and_over_integers_as_words() -> None:
+    step = Step(0, 0, 0, 1000)
+    times = {dtype: step_seconds(step, SIZES, FlatRates(), floor.Products.of(precision="fast", kv_dtype=dtype)) for dtype in ("f16", "int8")}
+    assert times == pytest.approx({"f16": 8000 / 100, "int8": 8000 / 500})
 
 
 def test_no_logits_means_that_the_head_is_not_read() -> None:

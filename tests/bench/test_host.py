@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+
 from anabranch.runtime.bench import host
 from anabranch.runtime.bench.host import Shares, Watch
 

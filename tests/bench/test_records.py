@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from anabranch.runtime.bench import records
 from jsonschema import Draft202012Validator
 from support.bench import RECORD
+
+from anabranch.runtime.bench import records
 
 WRONG: list[Any] = [
     "no JSON", "[]", json.dumps({**RECORD, "more": 1}), json.dumps({k: v for k, v in RECORD.items() if k != "age"}),

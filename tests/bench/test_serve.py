@@ -3,11 +3,12 @@
 import threading
 
 import pytest
+from support.bench import ByteVocabulary, FakeTarget
+
 from anabranch.runtime.bench import serve
 from anabranch.runtime.bench.arrivals import BLOCK_TOKENS, Arrival
 from anabranch.runtime.bench.targets import Reply
 from anabranch.runtime.bench.texts import Texts
-from support.bench import ByteVocabulary, FakeTarget
 
 
 def texts() -> Texts:
@@ -70,7 +71,8 @@ def test_equal_blocks_of_a_trace_become_equal_text_at_the_front() -> None:
     long = 2 * BLOCK_TOKENS + 40
     a, b, c = (maker.text(Arrival(0, long, 1, blocks)) for blocks in ((1, 2, 3), (1, 2, 4), (5, 2, 3)))
     assert len(a.encode()) == len(b.encode()) == len(c.encode()) == long
-    parts = [[text.encode()[:BLOCK_TOKENS], text.encode()[BLOCK_TOKENS : 2 * BLOCK_TOKENS], text.encode()[2 * BLOCK_TOKENS :]] for text in (a, b, c)]
+    cuts = (slice(0, BLOCK_TOKENS), slice(BLOCK_TOKENS, 2 * BLOCK_TOKENS), slice(2 * BLOCK_TOKENS, None))
+    parts = [[text.encode()[cut] for cut in cuts] for text in (a, b, c)]
     assert parts[0][:2] == parts[1][:2] and parts[0][2] != parts[1][2]
     assert parts[0][0] != parts[2][0] and parts[0][1] == parts[2][1]
 
