@@ -1,10 +1,12 @@
 """What `gen` and `select` do on a state: send the operation, and make its future a node of the log and a variable."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from anabranch.lang import backend as wire
 from anabranch.lang import ir, meta
+from anabranch.lang.deferred import Undecided
 from anabranch.lang.errors import TypedValueError
 from anabranch.lang.options import Options
 from anabranch.lang.pending import Pending
@@ -17,12 +19,12 @@ if TYPE_CHECKING:
 
 def generate(s: "State", gen: ir.Gen, streaming: bool) -> Pending:
     """Send one generation; with n > 1, as many on a fork each, the first of which becomes the state."""
-    branch = s._require_open()
+    width = gen.options.over(s._program.options).n or 1
+    branch: Any = s._sender() if width == 1 else s._require_open()
     options, deadline = s._program.limit(gen.options.over(s._program.options))
     sampling = options.sampling(gen.constraint)
     stream = Stream() if streaming else None
     feed = stream.feed if stream else None
-    width = options.n or 1
     if width == 1:
         futures = [branch.generate(sampling, feed)]
     else:
@@ -44,12 +46,18 @@ def generate(s: "State", gen: ir.Gen, streaming: bool) -> Pending:
 
 
 def select(s: "State", select: ir.Select) -> Pending:
-    """Send one score over all choices; the runtime appends the best without a round trip."""
-    branch = s._require_open()
+    """Send one score over all choices; the runtime appends the best without a round trip. A rule that Python computes decides
+    when the scores are there (`deferred.py`).
+    """
+    branch = s._sender()
     options, deadline = s._program.limit(Options(timeout=select.timeout))
-    if (method := select.method.backend_method) is None:
-        return _select_by_own_rule(s, select, options.timeout, deadline)
-    future = branch.score(select.choices, method, append=True, timeout=options.timeout)
+    if (method := select.method.backend_method) is not None:
+        future = branch.score(select.choices, method, append=True, timeout=options.timeout)
+    else:
+        needs_bare = select.method.requires_unconditional_logprobs
+        bare = _measure_without_context(s, select.choices, options.timeout) if needs_bare else None
+        s._undecided = Undecided(branch, select, bare, options.timeout)
+        future = s._undecided.decided
     s._track(select.name or "select", future)
 
     def read(scores: wire.Scores) -> str:
@@ -62,29 +70,12 @@ def select(s: "State", select: ir.Select) -> Pending:
     return value
 
 
-def _select_by_own_rule(s: "State", select: ir.Select, timeout: float | None, deadline: float | None) -> Pending:
-    """A rule that Python computes: measure, wait, decide, append. The one operation that blocks where it is added."""
-    what = _what("select", select.name)
-    s._program.check_may_block(what)
-    needs_bare = select.method.requires_unconditional_logprobs
-    bare = _measure_without_context(s, select.choices, timeout) if needs_bare else None
-    future = s._require_open().score(select.choices, "sum", append=False, timeout=timeout)
-    s._track(select.name or "select", future)
-    measured = Pending([future], lambda results: results[0], what=what, deadline=deadline)
-    decision = meta.decide(select, measured.result(), bare)
-    s._execute(ir.Text(decision.decision))
-    value = Pending([future], lambda _: decision.decision, what=what)
-    s._bind(select.name, value)
-    return value
-
-
-def _measure_without_context(s: "State", choices: Sequence[str], timeout: float | None) -> wire.Scores:
+def _measure_without_context(s: "State", choices: Sequence[str], timeout: float | None) -> "Future[wire.Scores]":
     program = s._program
     empty = program.backend.open(seed=program.seed, salt=program.salt, program=program.label, priority=program.priority)
-    try:
-        return empty.score(choices, "sum", append=False, timeout=timeout).result()
-    finally:
-        empty.close()
+    future = empty.score(choices, "sum", append=False, timeout=timeout)
+    future.add_done_callback(_closer(empty))
+    return future
 
 
 def split_reasoning_of(s: "State", name: str, model_type: str | None) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.lang import backend as wire
 from anabranch.lang import events, ir, log, meta, operations, reading
+from anabranch.lang.deferred import Undecided
 from anabranch.lang.errors import ProgramError, StateClosed, TurnError, TypedValueError, UndefinedVariable
 from anabranch.lang.pending import Owned, Pending, failure, outcome, wait, wait_async
 from anabranch.lang.program import Program
@@ -48,6 +49,7 @@ class State:
         "_program",
         "_record",
         "_tail",
+        "_undecided",
         "_variables",
         "_why_closed",
         "on_failure",
@@ -68,6 +70,7 @@ class State:
         self._generated: dict[str, Pending] = {} if parent is None else dict(parent._generated)
         self._failure: Exception | None = None if parent is None else parent._failure
         self._why_closed = ""
+        self._undecided: Undecided | None = None  # a select whose rule is Python's, until it has decided
         self._held: list[Pending] = []  # other branches that must live until what they are needed for is done
         self.on_failure: Callable[[], None] | None = None
         self.ret_value: Any = None  # what the program's function returned
@@ -107,7 +110,7 @@ class State:
 
     def _execute(self, expr: ir.Expr, *, streaming: bool = False) -> Pending | None:
         """Send every operation of `expr`, in order. Returns the value of the last gen or select."""
-        branch = self._require_open()
+        branch = self._sender()
         segments: list[wire.Segment] = []
         value: Pending | None = None
         for part in ir.flatten(expr):
@@ -123,6 +126,7 @@ class State:
                         branch.append(segments)
                         segments = []
                     value = self._run(part, streaming)
+                    branch = self._sender()
         if segments:
             branch.append(segments)
         if self._program.news:
@@ -511,7 +515,29 @@ class State:
             if events.watched():
                 events.emit(events.Event("close", self._program.label, self._record.id, data={"status": status}))
 
+    def _sender(self) -> "wire.BackendBranch | Undecided":
+        """What takes the next text or generation: the branch, or what holds it back until a select has decided. Never waits."""
+        branch = self._require_alive()
+        undecided = self._undecided
+        if undecided is None or not undecided.decided.done():
+            return undecided or branch
+        outcome(undecided.decided, "select")
+        self._undecided = None
+        return branch
+
     def _require_open(self) -> wire.BackendBranch:
+        """The branch, for what needs it as it will be: waits for a select whose rule is Python's."""
+        branch = self._require_alive()
+        if self._undecided is not None:
+            decided = self._undecided.decided
+            if not decided.done():
+                self._program.check_may_block("a select by a rule of your own")
+            if not wait(decided, self._program.deadline):
+                raise TimeoutError("a select by a rule of your own was not decided in time")
+            self._sender()
+        return branch
+
+    def _require_alive(self) -> wire.BackendBranch:
         if self._branch is None:
             raise StateClosed(f"this state can take no more operations: {self._why_closed}")
         if self._failure is not None:

@@ -213,7 +213,7 @@ class _ScriptMachine(Machine):
         length = core.content.end()
         spans, start = [], 0
         cached = self.cached_prefix(core)
-        seen = [
+        seen: list[Any] = [
             "cached" if (i < core.inherited and o == "computed") or (i < cached and o == "pending") else o
             for i, o in enumerate(core.content.origin)
         ]

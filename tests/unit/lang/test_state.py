@@ -1,5 +1,6 @@
 """States: adding, reading, branching, undoing and releasing; what is refused and in which words."""
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -9,6 +10,7 @@ import pytest
 
 from anabranch.lang import api as ab
 from anabranch.lang.backend import Sampling
+from anabranch.lang.fake_text import token_id
 from anabranch.lang.testing import Gate, Prompt, Reply, ScriptedBackend
 
 # ---------------------------------------------------------------- adding
@@ -614,9 +616,62 @@ def test_a_rule_of_ones_own_decides_a_select() -> None:
         + ab.select("y", ["cc", "d"], 0.0, Unconditional())
     )
     assert s["x"] == "bbb" and s["y"] == "cc" and s.text() == "Q:bbbcc" and s.get_meta_info("x")["scores"]
+    assert s.get_meta_info("x")["best"] == 1 and s.tokens("x") == (token_id("bbb"),)
+    s += ab.select("z", ["a"], choices_method=Wrong()) + " and on"
     with pytest.raises(ab.ProgramError, match="none of the choices"):
-        s += ab.select("z", ["a"], choices_method=Wrong())
+        print(s["z"])
+    with pytest.raises(ab.ProgramError, match="none of the choices"):
+        s += "a failed branch stays failed"
     assert backend.open_branches() == 1
+
+
+class Last(ab.ChoicesSamplingMethod):
+    def __call__(self, *, choices: Any, **_: Any) -> Any:
+        return ab.ChoicesDecision(choices[-1])
+
+
+def test_a_select_by_a_rule_of_ones_own_does_not_wait_and_what_follows_comes_in_order() -> None:
+    gate = Gate()
+    s = ab.state(backend=ScriptedBackend(lambda p: Reply(gate, "late") if p.text.endswith("?") else "end"))
+    s += "first?" + ab.gen("first")
+    group = s.fork(2)
+    group += " " + ab.select("which", ["a", "b"], choices_method=Last()) + " then " + ab.gen("then")
+    group += ab.select("again", ["c", "d"], choices_method=Last())
+    streamed = group[0].stream(ab.gen("more"))
+    assert not group[0].done() and not s.done()  # everything is sent; nobody has waited
+    gate.open()
+    assert list(streamed) == ["end"]
+    assert [b.text() for b in group] == ["first?late b then enddend", "first?late b then endd"]
+    group[1] += " x"
+    twin = group[1].fork(1)[0]
+    assert twin.text().endswith("endd x") and twin.explain().text == twin.text()
+    s.join(group[1])
+    assert s.text() == s.explain().text and s["which"] == "b"
+
+
+def test_a_program_that_awaits_may_select_by_its_own_rule() -> None:
+    @ab.function
+    async def program(s: Any) -> Any:
+        s += ab.user("Which?") + ab.assistant(ab.select("x", ["a", "b"], choices_method=Last()))
+        async with asyncio.timeout(30):
+            return await s.value("x"), await s.select("y", ["c", "d"], choices_method=Last())
+
+    assert program.run(backend=ScriptedBackend()).ret_value == ("b", "d")
+
+
+def test_what_waits_behind_an_undecided_select_ends_with_the_branch() -> None:
+    gate = Gate()
+    backend = ScriptedBackend(lambda p: Reply(gate, "late"))
+    s = ab.state(backend=backend)
+    s += "?" + ab.gen("first") + ab.select("x", ["a"], choices_method=Last()) + ab.gen("after")
+    after = s.value("after")
+    s.cancel()
+    with pytest.raises(ab.Cancelled):
+        s.get_var("after", 30)
+    with pytest.raises(ab.Cancelled):
+        s.fork(1)
+    s.close()
+    assert after is not None and backend.open_branches() == 0
 
 
 def test_the_choice_objects_decide_as_the_runtime_does() -> None:
