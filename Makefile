@@ -5,10 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick lint types examples clean
+.PHONY: demo checked test quick lint types examples clean
 
 demo: $(READY)
 	$(BIN)/python examples/02_tree_search.py
+
+# The main job once more, with the cache checked after each step and the scheduler's inbox recorded; then the record runs again.
+checked: $(READY)
+	@mkdir -p build
+	anabranch_DEBUG=5 $(BIN)/python examples/02_tree_search.py 2> build/checked.log || { tail -n 40 build/checked.log; exit 1; }
+	$(BIN)/anabranch replay "$$(sed -n "s/^anabranch: recording the scheduler's inbox to //p" build/checked.log)" > build/replayed.log
+	@tail -n 1 build/replayed.log
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -19,6 +19,7 @@ from anabranch.runtime.config import EngineConfig
 from anabranch.runtime.errors import EngineStartError
 from anabranch.runtime.laps import Laps
 from anabranch.runtime.messages import Error, StepResult, ToClient, ToScheduler, ToTokenizer
+from anabranch.runtime.trace import say
 from anabranch.runtime.transport import Mailbox
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class EngineThread:
     # ------------------------------------------------------------ the thread
 
     def _main(self) -> None:
+        self._note(f"the engine starts in a thread of this process, pid {self._pid}")
         try:
             parts = self._build(self)
         except BaseException as fault:
@@ -136,15 +138,22 @@ class EngineThread:
         self.started.set_result(None)
         why = "the engine was closed"
         code = "engine_closed"
+        loop = _Loop(self, parts)
         try:
-            _Loop(self, parts).run()
+            loop.run()
         except BaseException as fault:
             log.exception("the engine's loop failed")
             why, code = f"the engine failed: {type(fault).__name__}: {fault}", "engine_lost"
+        loop.close()
         self._end(parts, Error("internal_error", why, code=code))
+
+    def _note(self, what: str) -> None:
+        if self.config.debug.level:
+            say(what)
 
     def _end(self, parts: Parts, error: Error) -> None:
         self.error = error
+        self._note(f"the engine's thread ends: {error.message}")
         for item in self.mailbox.take():
             if isinstance(item, Connected):
                 self._ports[item.client] = item.deliver
@@ -223,6 +232,10 @@ class _Loop:
                     continue
             self._deliver()
             self._sleep(deadline)
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _to_scheduler(self, now: float) -> list[ToScheduler]:
         inbox, self._service.to_scheduler = self._service.to_scheduler, []

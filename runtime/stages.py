@@ -167,6 +167,8 @@ def run_scheduler(config: EngineConfig, directory: Path, life: Life) -> None:
             above.send(beat)
         if decision.is_finished:
             below.send(WorkerShutdown())
+            if recorder is not None:
+                recorder.close()
             return
         above.flush()
         below.flush()

@@ -5,18 +5,18 @@ import os
 import selectors
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from anabranch.runtime.config import EngineConfig, child_environment
 from anabranch.runtime.errors import EngineStartError
+from anabranch.runtime.last_words import LastWords
 from anabranch.runtime.messages import Error
 from anabranch.runtime.stages import READY, STAGES
+from anabranch.runtime.trace import say
 from anabranch.runtime.transport import endpoint, private_directory, remove_directory
 
 log = logging.getLogger("anabranch.supervisor")
@@ -48,7 +48,7 @@ class Supervisor:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._stderr: dict[str, IO[bytes]] = {}
+        self._words: dict[str, LastWords] = {}
         self._started: Future[str] = Future()
         self._closing = threading.Event()
         self.error: Error | None = None
@@ -83,6 +83,7 @@ class Supervisor:
             for stage in STAGES:
                 self._spawn(stage, directory)
             self._await_ready()
+            self._pass_on()
             self._started.set_result(endpoint(directory, "clients"))
             self._watch()
         except EngineStartError as fault:
@@ -99,13 +100,12 @@ class Supervisor:
                 remove_directory(directory)
 
     def _spawn(self, stage: str, directory: Path) -> None:
-        # A file, not a pipe: a child that complains a lot must not block on a reader.
-        self._stderr[stage] = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended
+        self._words[stage] = LastWords()
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, str(_root()), stage, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._stderr[stage],
+            stderr=self._words[stage].fileno(),
             env=child_environment(self._config.worker.num_threads),
             start_new_session=True,  # an interrupt of the terminal is not for them
         )
@@ -130,8 +130,10 @@ class Supervisor:
                         selector.unregister(key.fileobj)
                     elif not line:
                         selector.unregister(key.fileobj)
+                if self._config.debug.level:  # otherwise one line says why, if it does not start
+                    self._pass_on()
                 if (dead := self._first_dead()) is not None:
-                    raise EngineStartError(f"the {dead} process did not start: {self._last_words(dead)}")
+                    raise EngineStartError(f"the {dead} process did not start: {self._words[dead].last_line()}")
                 if self._closing.is_set():
                     raise EngineStartError("the engine was closed while it started")
                 if time.monotonic() > deadline:
@@ -153,6 +155,7 @@ class Supervisor:
                         continue
                     heard[key.data] = time.monotonic()
                     self.busy_s[key.data] = _last_number(words)
+                self._pass_on()
                 if (trouble := self._trouble(heard)) is not None:
                     self.error = Error(type="internal_error", message=trouble, code="engine_lost")
                     log.error(trouble)
@@ -162,7 +165,7 @@ class Supervisor:
     def _trouble(self, heard: dict[str, float]) -> str | None:
         """Why the engine cannot go on, if it cannot. A long step is work; beyond `stall_timeout_s` it is a hang."""
         if (dead := self._first_dead()) is not None:
-            return f"the {dead} process died (exit code {self._children[dead].returncode}): {self._last_words(dead)}"
+            return f"the {dead} process died (exit code {self._children[dead].returncode}): {self._words[dead].last_line()}"
         now = time.monotonic()
         for stage, at in heard.items():
             if now - at > SILENT_S:
@@ -174,12 +177,10 @@ class Supervisor:
     def _first_dead(self) -> str | None:
         return next((stage for stage, child in self._children.items() if child.poll() is not None), None)
 
-    def _last_words(self, stage: str) -> str:
-        """The last line that the child wrote to its standard error."""
-        file = self._stderr[stage]
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 4000))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+    def _pass_on(self) -> None:
+        """Warnings, and what `anabranch_DEBUG` asks for."""
+        for words in self._words.values():
+            words.pass_on()
 
     def _end_children(self) -> None:
         for child in self._children.values():
@@ -187,7 +188,7 @@ class Supervisor:
                 with suppress(OSError):
                     child.stdin.close()  # the end of its standard input ends it
         deadline = time.monotonic() + GRACE_S
-        for child in self._children.values():
+        for stage, child in self._children.items():
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -195,8 +196,10 @@ class Supervisor:
                 child.wait()
             if child.stdout is not None:
                 child.stdout.close()
-        for file in self._stderr.values():
-            file.close()
+            if self._config.debug.level:
+                self._words[stage].pass_on()
+                say(f"the {stage} process ended, pid {child.pid}, exit code {child.returncode}")
+            self._words[stage].close()
 
 
 def _last_number(words: bytes) -> float:

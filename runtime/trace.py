@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from anabranch.runtime.scheduler.decisions import Decision
     from anabranch.runtime.scheduler.scheduler import Scheduler
 
+KEPT_RECORDS = 16
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ToScheduler | StepResult)
 
@@ -29,7 +31,7 @@ class StepRecorder:
 
     def __init__(self, debug: DebugConfig, config: EngineConfig) -> None:
         self._level, self._config = debug.level, config
-        self._path = Path(debug.record_to) if debug.record_to else cache_dir() / "records" / f"{os.getpid()}-{time.time_ns()}.jsonl"
+        self._record_to = Path(debug.record_to) if debug.record_to else None
         self._file: Any = None
 
     def record(
@@ -45,20 +47,37 @@ class StepRecorder:
         if self._level >= 4:
             check(scheduler)
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, scheduler: Scheduler) -> Any:
+        path = self._record_to or new_record(cache_dir() / "records")
+        file = open(  # noqa: SIM115  # closed by `close`
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0
+        )
+        say(f"recording the scheduler's inbox to {path}")
+        head = {"scheduler": self._config.scheduler, "cache": self._config.cache, "ready": scheduler.state.ready}
+        file.write(msgspec.json.encode(head) + b"\n")
+        return file
+
     def _write(
         self, now: float, inbox: Sequence[ToScheduler | StepResult], decision: Decision, scheduler: Scheduler
     ) -> None:
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(  # noqa: SIM115  # kept open for the life of the engine
-                os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0
-            )
-            say(f"recording the scheduler's inbox to {self._path}")
-            head = {"scheduler": self._config.scheduler, "cache": self._config.cache, "ready": scheduler.state.ready}
-            self._file.write(msgspec.json.encode(head) + b"\n")
+            self._file = self._open(scheduler)
         plan = decision.plan.step_id if decision.plan is not None else None
         line = {"now": now, "inbox": [base64.b64encode(_encoder.encode(m)).decode() for m in inbox], "step_id": plan}
         self._file.write(msgspec.json.encode(line) + b"\n")
+
+
+def new_record(directory: Path) -> Path:
+    """The path of a new record in a directory of records, of which only the last ones are kept."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in sorted(directory.glob("*.jsonl"))[: -KEPT_RECORDS + 1]:
+        old.unlink(missing_ok=True)
+    return directory / f"{time.time_ns()}-{os.getpid()}.jsonl"
 
 
 class _Head(msgspec.Struct):
