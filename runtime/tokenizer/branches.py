@@ -134,7 +134,8 @@ class Branch:
     inherited: int = 0
     ready: bytes = b""
     pieces: list[Part | bytes] = field(default_factory=list)
-    pieces_bytes: int = 0
+    pieces_bytes: int = 0  # of the texts among them
+    pieces_ids: int = 0  # how many ids stand in between
     marks: dict[int, Place] = field(default_factory=dict)
     queue: deque[Operation] = field(default_factory=deque)
     failed: Error | None = None
@@ -162,6 +163,7 @@ class Branch:
     def add_ids(self, ids: bytes) -> None:
         if ids:
             self.pieces.append(ids)
+            self.pieces_ids += len(ids) // ID_BYTES
 
     def last_ids(self, count: int) -> tuple[int, ...]:
         """The last known ids, for what depends on what stands before."""
@@ -174,7 +176,7 @@ class Branch:
     def cut(self, place: Place) -> bool:
         """Back to a place. True if the scheduler's part of the branch is cut, too."""
         self.pieces.clear()
-        self.pieces_bytes = 0
+        self.pieces_bytes = self.pieces_ids = 0
         self.turns = place.turns.copy() if place.turns is not None else None
         self.marks = {mark: at for mark, at in self.marks.items() if at.length <= place.length}
         keep = place.length - len(self.log)
@@ -194,7 +196,7 @@ class Branch:
         """Become a copy of the parent: its tokens, marks, place in the conversation, and failure."""
         self.log, self.ready = parent.log.copy(), parent.ready
         self.inherited = len(self.log)
-        self.pieces, self.pieces_bytes = list(parent.pieces), parent.pieces_bytes
+        self.pieces, self.pieces_bytes, self.pieces_ids = list(parent.pieces), parent.pieces_bytes, parent.pieces_ids
         self.marks = dict(parent.marks)
         self.turns = parent.turns.copy() if parent.turns is not None else None
         self.failed = parent.failed

@@ -164,6 +164,7 @@ class Steps:
             case Tokens(token_ids):
                 ids = check_ids(token_ids, "token_ids")
                 check_known(ids, self.vocabulary, "token_ids")
+                self._check_fits(branch.length + branch.pieces_ids + len(ids))
                 branch.add_ids(ints(ids))
             case RoleBegin(role):
                 if len(check_text(role, "role")) > MAX_ROLE_CHARS:
@@ -199,15 +200,19 @@ class Steps:
 
     def _count(self, branch: Branch, text: str) -> None:
         """Refuse text that can never fit, before it is tokenized."""
-        limit, context = self.service.limits.max_text_bytes, self.service.ready.context_length
+        limit = self.service.limits.max_text_bytes
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if branch.pieces_bytes + num_bytes > limit:
             raise InvalidRequest(
                 f"{branch.pieces_bytes + num_bytes} bytes of text wait on the branch; the limit is {limit}", param="text",
                 code="context_length_exceeded",
             )  # fmt: skip
-        least = branch.length + self.vocabulary.least_tokens(text)
-        if least >= context:
+        self._check_fits(branch.length + self.vocabulary.least_tokens(text))
+
+    def _check_fits(self, least: int) -> None:
+        """Raises InvalidRequest for a branch of at least so many tokens, if that can never be computed."""
+        context = self.service.ready.context_length
+        if least > context:
             raise InvalidRequest(
                 f"the prompt has at least {least} tokens; the context is {context} tokens long, prompt and answer together: "
                 "shorten the prompt", param="prompt", code="context_length_exceeded",
@@ -232,7 +237,7 @@ class Steps:
             yield
             ids = _job_result(operation, job)
         branch.pieces.clear()
-        branch.pieces_bytes = 0
+        branch.pieces_bytes = branch.pieces_ids = 0
         branch.ready += ids
 
     # ------------------------------------------------------------ generating
@@ -385,6 +390,18 @@ class Steps:
         num_bytes = sum(len(part.text) for part in tail) * len(message.choices)
         num_bytes += sum(len(choice) for choice in message.choices)
         del branch.pieces[first:]
+        branch.pieces_bytes -= sum(len(part.text) for part in tail)
+        try:
+            return (yield from self._tokenize_with(operation, message, tail, num_bytes))
+        except BaseException:  # refused, or cancelled in between: the text is still the branch's
+            for part in tail:
+                branch.add_text(part.text, control=part.control)
+            raise
+
+    def _tokenize_with(
+        self, operation: Operation, message: Score, tail: list[Part], num_bytes: int
+    ) -> Generator[None, None, Choices]:
+        branch = operation.branch
         yield from self._seal(operation)
         last = branch.last_ids(1)
         at_start, previous = not branch.length, last[0] if last else None
@@ -393,12 +410,10 @@ class Steps:
             return tokenize_choices(self.vocabulary, tail, message.choices, at_start=at_start, previous=previous)
 
         if num_bytes <= self.service.limits.inline_text_bytes:
-            choices = work()
-        else:
-            job = self.service.start_job(operation, "text", work)
-            yield
-            choices = _job_result(operation, job)
-        branch.pieces_bytes = 0
+            return work()
+        job = self.service.start_job(operation, "text", work)
+        yield
+        choices: Choices = _job_result(operation, job)
         return choices
 
     def _score_alone(self, operation: Operation, ids: list[list[int]]) -> Generator[None, None, list[list[float]]]:
@@ -495,6 +510,7 @@ class Steps:
                 self._take_over(branch, winner)
             for source, (_, mark) in zip(operation.sources, message.spans, strict=True):
                 branch.ready += self._since(source, mark)
+                self._check_fits(branch.length)
         finally:
             for dropped in operation.dropped:
                 if dropped is not winner:
