@@ -46,7 +46,7 @@ class Options:
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.n is not None and (not isinstance(self.n, int) or self.n < 1):
+        if self.n is not None and (isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1):
             raise ValueError(f"n must be an integer >= 1, got {self.n!r}")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout must be a number of seconds > 0, got {self.timeout!r}")

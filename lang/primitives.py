@@ -1,7 +1,7 @@
 """The words of the language: `gen`, `select`, roles ... Each returns an expression (`ir.py`)."""
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from anabranch.lang.backend import Constraint
@@ -60,7 +60,14 @@ def gen(
     timeout  seconds from this statement until the value must be there, else TimeoutError where it is read
     """
     _check_name(name)
-    if choices:
+    constraints: dict[str, Any] = {
+        "regex": regex, "json_schema": json_schema, "ebnf": ebnf, "lark": lark, "dtype": dtype, "type": type, "schema": schema,
+    }  # fmt: skip
+    if choices is not None:
+        if said := [key for key, value in constraints.items() if value is not None]:
+            raise ValueError(f"a gen takes choices or {said[0]}, not both")
+        if n is not None and n != 1:
+            raise Unsupported(f"choices are scored, and the best one taken: n must be 1, got {n!r}; gen(type=Literal[...]) samples them")
         return select(name, choices, 0.0 if temperature is None else temperature, choices_method, timeout=timeout)
     options = Options(
         max_tokens=max_tokens, min_tokens=min_tokens, n=n, stop=stop, stop_token_ids=stop_token_ids,  # type: ignore[arg-type]
@@ -71,9 +78,7 @@ def gen(
         repetition_penalty=repetition_penalty, logit_bias=logit_bias, skip_special_tokens=skip_special_tokens,
         no_stop_trim=no_stop_trim,
     )  # fmt: skip
-    constraint, spec = _constraint(
-        regex=regex, json_schema=json_schema, ebnf=ebnf, lark=lark, dtype=dtype, type=type, schema=schema
-    )
+    constraint, spec = _constraint(**constraints)
     if spec is not None and spec.stop:
         options = Options(stop=(*(options.stop or ()), *spec.stop)).over(options)
     return Gen(name, options, constraint, spec)
@@ -108,11 +113,11 @@ def select(
     All choices are scored in one forward. `get_meta_info(name)` has every score.
     """
     _check_name(name)
-    if isinstance(choices, str) or not choices:
+    if isinstance(choices, str) or not isinstance(choices, Iterable) or not (choices := tuple(choices)):
         raise ValueError(f"select needs a list of at least one choice, got {choices!r}")
     if bad := [c for c in choices if not isinstance(c, str) or not c]:
         raise ValueError(f"every choice must be a string that is not empty, got {bad[0]!r}")
-    if temperature > 1e-5:
+    if not temperature <= 1e-5:
         raise Unsupported(
             f"select decides by score, so temperature must be 0, got {temperature}; "
             "gen(type=Literal[...]) samples a choice"
@@ -122,7 +127,7 @@ def select(
         raise TypeError(
             f"choices_method must be a ChoicesSamplingMethod such as token_length_normalized, got {method!r}"
         )
-    return Select(name, tuple(choices), method, timeout)
+    return Select(name, choices, method, timeout)
 
 
 def system(expr: Expr | str | None = None) -> Chain:

@@ -386,15 +386,12 @@ class State:
         """
         from anabranch.lang.group import Group
 
-        if size < 0:
-            raise ValueError(f"fork needs a number of children >= 0, got {size}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"fork needs a whole number of children >= 0, got {size!r:.80}")
         branch = self._require_open()
         mark = branch.mark()
-        records = self._record.fork(int(size))
-        states = [
-            State(self._program, b, r, self)
-            for b, r in zip(branch.fork(int(size)) if size else [], records, strict=True)
-        ]
+        children = branch.fork(size) if size else []  # first: it refuses what is too many
+        states = [State(self._program, b, r, self) for b, r in zip(children, self._record.fork(size), strict=True)]
         for i, state in enumerate(states):
             state._fork_mark, state._index = mark, i
         if running := self._running():
@@ -403,7 +400,7 @@ class State:
                 state._held.append(held)
         if events.watched():
             events.emit(
-                events.Event("fork", self._program.label, self._record.id, data={"children": [r.id for r in records]})
+                events.Event("fork", self._program.label, self._record.id, data={"children": [state._record.id for state in states]})
             )
         return Group(states, self, cancel_siblings=cancel_siblings)
 
@@ -465,6 +462,8 @@ class State:
     def rollback(self, mark: Mark) -> "State":
         """Undo what was added since `mark`: tokens, KV, grammar state and variables. Nothing is computed again."""
         branch = self._require_open()
+        if not isinstance(mark, Mark):
+            raise TypeError(f"rollback takes what mark() gave, got {mark!r:.80}")
         if not log.is_ancestor(mark.node, self._tail):
             raise ProgramError(
                 "this mark is not on the state's path: it was made in another branch, or already rolled back past"
