@@ -10,12 +10,12 @@ nothing takes a lock: the tables are changed by single operations of dicts, whic
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
@@ -69,11 +69,13 @@ from anabranch.runtime.tokenizer.validation import (
     MAX_CHILDREN,
     MAX_LEASE_S,
     check_ids,
+    check_label,
     check_options,
     check_seconds,
     check_text,
     check_types,
     milliseconds,
+    refuse,
 )
 
 log = logging.getLogger("anabranch.client")
@@ -261,8 +263,7 @@ class Client:
         self.check_usable()
         if self._lost is not None:
             raise from_wire(self._lost)
-        options = BranchOptions(salt, seed, priority, program)
-        check_options(options)
+        options = check_options(BranchOptions(salt, seed, priority, program))
         label = next(self._labels)
         self.send(Open(label, options))
         return BranchHandle(self, label, owner)
@@ -271,7 +272,7 @@ class Client:
         return next(self._labels)
 
     def cancel_program(self, program: int) -> None:
-        self.send(Cancel(programs=(program,)))
+        self.send(Cancel(programs=(check_label(program, "program"),)))
 
     def stats(self, *, check: bool = False) -> "Future[dict[str, Any]]":
         return self.ask(lambda op: GetStats(op, check), lambda reply: reply.stats)
@@ -316,15 +317,19 @@ class BranchHandle:
         append: bool = True,
         timeout: float | None = None,
     ) -> "Future[Scores]":
-        if isinstance(choices, str | bytes):
-            raise InvalidRequest(f"choices must be a list, got {choices!r:.80}", param="choices")
+        if isinstance(choices, str | bytes) or not isinstance(choices, Iterable):
+            raise refuse("choices", choices, "a list of texts")
+        if method not in get_args(Method):
+            raise refuse("method", method, f"one of {', '.join(get_args(Method))}")
+        if not isinstance(append, bool):
+            raise refuse("append", append, "true or false")
         wire = tuple(check_text(c, "choices") if isinstance(c, str) else check_ids(c, "choices") for c in choices)
         timeout_ms = milliseconds(timeout)
         return self._client.ask(lambda op: Score(op, self.label, wire, method, append, timeout_ms), to_scores)
 
     def fork(self, n: int) -> "list[BranchHandle]":
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_CHILDREN:
-            raise InvalidRequest(f"n must be an integer in 1..{MAX_CHILDREN}, got {n!r:.80}", param="n")
+            raise refuse("n", n, f"an integer in 1..{MAX_CHILDREN}")
         labels = tuple(self._client.next_label() for _ in range(n))
         self._client.send(Fork(self.label, labels))
         return [BranchHandle(self._client, label, self._owner) for label in labels]
@@ -335,14 +340,22 @@ class BranchHandle:
         return mark
 
     def rollback(self, mark: int) -> None:
-        self._client.send(Rollback(self.label, mark))
+        self._client.send(Rollback(self.label, check_label(mark, "mark")))
 
     def join(self, winner: "BranchHandle | None", drop: Sequence["BranchHandle"] = ()) -> None:
-        dropped = tuple(b.label for b in drop if b is not winner)
-        self._client.send(Join(self.label, winner.label if winner is not None else None, drop=dropped))
+        won = self._label_of(winner, "winner") if winner is not None else None
+        dropped = tuple(self._label_of(b, "drop") for b in drop if b is not winner)
+        self._client.send(Join(self.label, won, drop=dropped))
 
     def append_spans(self, spans: Sequence[tuple["BranchHandle", int]]) -> None:
-        self._client.send(Join(self.label, spans=tuple((branch.label, mark) for branch, mark in spans)))
+        wire = tuple((self._label_of(branch, "spans"), check_label(mark, "mark")) for branch, mark in spans)
+        self._client.send(Join(self.label, spans=wire))
+
+    def _label_of(self, branch: "BranchHandle", param: str) -> int:
+        """Another branch of this engine. The same label means another branch to another engine: never take one for the other."""
+        if not isinstance(branch, BranchHandle) or branch._client is not self._client:
+            raise refuse(param, branch, "a branch of the same engine (and of the same connection to it)")
+        return branch.label
 
     def lease(self, seconds: float) -> None:
         self._client.send(Lease(self.label, check_seconds("seconds", seconds, MAX_LEASE_S)))
@@ -375,8 +388,8 @@ def _close(client: Client, label: int) -> None:
 
 def to_segments(segments: Sequence[Any], limits: LimitsConfig) -> tuple[Segment, ...]:
     """Wire segments from records of the same names and fields, whoever defined them. Raises InvalidRequest."""
-    if isinstance(segments, str | bytes):
-        raise InvalidRequest(f"segments come as a list, got {segments!r:.80}", param="segments")
+    if isinstance(segments, str | bytes) or not isinstance(segments, Iterable):
+        raise refuse("segments", segments, "a list of segments")
     wire = tuple(_segment(s) for s in segments)
     num_chars = sum(len(s.text) for s in wire if isinstance(s, Text | ControlText))
     num_ids = sum(len(s.token_ids) for s in wire if isinstance(s, Tokens))
@@ -414,8 +427,7 @@ def to_params(sampling: Any, *, stream: bool) -> GenerateParams:
         params = msgspec.structs.replace(sampling, stream=stream)
     else:
         params = GenerateParams(**_fields(sampling), stream=stream)
-    check_types(params)
-    return params
+    return check_types(params)
 
 
 def _fields(sampling: Any) -> dict[str, Any]:

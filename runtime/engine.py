@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from anabranch.runtime.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from anabranch.runtime.errors import ConfigError
+from anabranch.runtime.errors import ConfigError, InvalidRequest
 from anabranch.runtime.inprocess import EmbeddedCarrier, EngineThread
 from anabranch.runtime.messages import (
     ControlText,
@@ -35,9 +36,11 @@ from anabranch.runtime.messages import (
 )
 from anabranch.runtime.remote import Door, RemoteCarrier
 from anabranch.runtime.supervisor import Supervisor
+from anabranch.runtime.tokenizer.chat_messages import normalize_messages
+from anabranch.runtime.tokenizer.validation import check_ids, milliseconds, refuse
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 
@@ -269,12 +272,16 @@ class Engine:
             branch.close()
 
     def chat(self, messages: Messages, *, n: int = 1, seed: int | None = None, **params: Any) -> Completion:
-        """Answer a conversation of {"role", "content"} messages, in the model's own chat template."""
+        """Answer a conversation of {"role", "content"} messages, in the model's own chat template. Content is text, or a list of text parts."""
         return _gather(*_generations(self._conversed(messages, seed), n, params))
 
     def _conversed(self, messages: Messages, seed: int | None) -> BranchHandle:
         segments: list[Any] = []
-        for message in messages:
+        for i, message in enumerate(normalize_messages(messages)):
+            for name in ("tool_calls", "tool_call_id", "function_call"):
+                if name in message:
+                    where = f"messages[{i}].{name}"
+                    raise InvalidRequest(f"{where} is not supported here: write the call and its result as text", param=where)
             segments += [RoleBegin(message["role"]), Text(message["content"]), RoleEnd()]
         branch = self.open(seed=seed)
         branch.append([*segments, RoleBegin("assistant")])
@@ -289,8 +296,9 @@ class Engine:
         return _wait(self._prompted(prompt, 0).explain())
 
     def _prompted(self, prompt: Prompt, seed: int | None) -> BranchHandle:
+        segment = ControlText(prompt) if isinstance(prompt, str) else Tokens(check_ids(prompt, "prompt"))
         branch = self.open(seed=seed)
-        branch.append([ControlText(prompt) if isinstance(prompt, str) else Tokens(tuple(prompt))])
+        branch.append([segment])
         return branch
 
     def _start_generation(
@@ -333,48 +341,49 @@ def _generations(
 ) -> tuple[list[BranchHandle], list[Future[Generation]]]:
     request = to_request(params)
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 256:
-        raise ConfigError(f"n must be an integer in 1..256, got {n!r}")
+        raise refuse("n", n, "an integer in 1..256")
     branches = [branch] if n == 1 else [branch, *branch.fork(n)]
     return branches, [b.generate(request) for b in branches[-n:]]
 
 
 def to_request(params: dict[str, Any]) -> GenerateParams:
     """GenerateParams from keyword arguments; unknown names are refused by name."""
-    fields = dict(params)
+    fields = {name: value for name, value in params.items() if value is not None}
     constraints: list[Grammar] = []
     for kind in ("regex", "json_schema", "ebnf", "lark", "choices"):
         if (source := fields.pop(kind, None)) is not None:
-            constraints.append(Grammar(kind, source if isinstance(source, str) else _json(source)))
+            constraints.append(Grammar(kind, _source(kind, source)))
     if (grammar := fields.pop("grammar", None)) is not None:
         constraints.append(grammar)
     if len(constraints) > 1:
-        raise ConfigError(f"give one constraint, not {' and '.join(g.kind for g in constraints)}")
+        raise ConfigError("give one constraint (regex, json_schema, ebnf, lark, choices or grammar), not several")
     if (timeout := fields.pop("timeout", None)) is not None:
-        fields["timeout_ms"] = 1000.0 * timeout
-    unknown = sorted(set(fields) - set(GenerateParams.__struct_fields__))
+        fields["timeout_ms"] = milliseconds(timeout)
+    known = [name for name in GenerateParams.__struct_fields__ if name != "stream"]  # `stream` is a call of its own
+    unknown = sorted(set(fields) - set(known))
     if unknown:
-        raise ConfigError(f"unknown parameter {unknown[0]!r}; known are {', '.join(GenerateParams.__struct_fields__)}")
+        raise ConfigError(f"unknown parameter {unknown[0]!r}; known are {', '.join(known)}")
     for name in ("stop", "stop_regex", "stop_token_ids"):
-        value = fields.get(name)
-        fields = (
-            {**fields, name: (value,) if isinstance(value, str | int) else tuple(value)}
-            if value is not None
-            else fields
-        )
-    return to_params(
-        GenerateParams(**{k: v for k, v in fields.items() if v is not None}, grammar=next(iter(constraints), None)),
-        stream=False,
-    )
+        if isinstance(fields.get(name), str | int):
+            fields[name] = (fields[name],)
+    return to_params(GenerateParams(**fields, grammar=next(iter(constraints), None)), stream=False)
 
 
-def _json(value: Any) -> str:
-    import orjson
-
-    return orjson.dumps(value).decode()
+def _source(kind: str, source: Any) -> str:
+    """The text of a constraint; a schema, or a list of choices, may come as Python data."""
+    if isinstance(source, str):
+        return source
+    if kind not in ("json_schema", "choices"):
+        raise refuse(kind, source, "a string")
+    try:
+        return json.dumps(source, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise InvalidRequest(f"{kind} cannot be written as JSON: {fault}", param=kind) from None
 
 
 def _is_many(prompt: Prompt | Sequence[Prompt]) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int)
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+    return is_list and len(prompt) > 0 and not isinstance(prompt[0], int | float)
 
 
 def _gather(branches: list[BranchHandle], futures: list[Future[Generation]]) -> Completion:

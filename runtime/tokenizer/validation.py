@@ -1,13 +1,16 @@
 """Every field of a request has a type, bounds and a cap; checked here before anything is queued, for every endpoint.
 
-`type_fault` needs nothing but the value: a client calls it before it sends, so a wrong type is an exception where it was
-written. `sampling_of` needs the model and the branch: it turns what a user asked for into what the worker may trust.
+`check_types` needs nothing but the values: a client calls it before it sends, so a wrong type is an exception where it was
+written. What passes is made of plain str, int, float and bool: subclasses (an IntEnum, a numpy.float64, a numpy.str_) are values
+like others to a user, but nothing that a message can carry. `sampling_of` needs the model and the branch: it turns what a user
+asked for into what the worker may trust.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from anabranch.runtime.errors import InvalidRequest
 from anabranch.runtime.messages import BranchOptions, GenerateParams, Grammar, SamplingParams
@@ -61,9 +64,16 @@ _GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "lark", "choices")
 
 
 def refuse(param: str, value: object, rule: str, code: str | None = None) -> InvalidRequest:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequest(f"{param} must be {rule}, got {shown}", param=param, code=code)
+    return InvalidRequest(f"{param} must be {rule}, got {shown(value)}", param=param, code=code)
+
+
+def shown(value: object) -> str:
+    """The value in an error's text: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python prints, or a user's own class
+        return f"something of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # ---------------------------------------------------------------- types
@@ -77,8 +87,26 @@ def is_number(value: object) -> bool:
     return is_int(value) or isinstance(value, float)
 
 
+def plain(value: Any) -> Any:
+    """A str, int or float as exactly that type, also inside a list or mapping, which is copied; anything else as it is."""
+    match value:
+        case bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__index__(value)
+        case float():
+            return float.__float__(value)
+        case tuple() | list():
+            return tuple(map(plain, value))
+        case Mapping():
+            return {plain(key): plain(item) for key, item in value.items()}
+    return value
+
+
 def check_text(text: object, param: str) -> str:
-    """The text. Raises InvalidRequest if it is no string of Unicode characters."""
+    """The text, as a plain str. Raises InvalidRequest if it is no string of Unicode characters."""
     if not isinstance(text, str):
         raise refuse(param, text, "a string")
     if not text.isascii():
@@ -86,7 +114,7 @@ def check_text(text: object, param: str) -> str:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(f"{param} holds half of a surrogate pair; it is not valid Unicode", param=param) from None
-    return text
+    return str.__str__(text)
 
 
 def check_ids(ids: object, param: str) -> tuple[int, ...]:
@@ -96,7 +124,7 @@ def check_ids(ids: object, param: str) -> tuple[int, ...]:
     for token_id in ids:
         if not is_int(token_id) or not 0 <= token_id < 2**31:
             raise refuse(param, token_id, "a list of token ids, integers from 0 up", "invalid_token_id")
-    return tuple(ids)
+    return tuple(map(int.__index__, ids))
 
 
 def check_known(ids: Iterable[int], vocabulary: Vocabulary, param: str) -> None:
@@ -107,8 +135,11 @@ def check_known(ids: Iterable[int], vocabulary: Vocabulary, param: str) -> None:
         raise InvalidRequest(fault.message, param=param, code=fault.code) from None
 
 
-def check_types(params: GenerateParams) -> None:
-    """Raises InvalidRequest for a field of the wrong type, range or number of entries; the model is not needed for it."""
+def check_types(params: GenerateParams) -> GenerateParams:
+    """The params, of plain values that are theirs alone. The model is not needed for it.
+
+    Raises InvalidRequest for a field of the wrong type, range or number of entries.
+    """
     for name, bounds in _NUMBERS.items():
         check_number(name, getattr(params, name), bounds)
     for name in _FLAGS:
@@ -131,15 +162,20 @@ def check_types(params: GenerateParams) -> None:
         _check_grammar(params.grammar)
     if params.min_tokens > params.max_tokens:
         raise refuse("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
+    if params.grammar is not None:
+        kind, source = params.grammar.kind, params.grammar.source
+        params = msgspec.structs.replace(params, grammar=Grammar(plain(kind), plain(source)))
+    return GenerateParams(*map(plain, msgspec.structs.astuple(params)))
 
 
 def check_number(name: str, value: Any, bounds: Bounds) -> None:
     if value is None and bounds.optional:
         return
     is_kind = is_int(value) if bounds.kind is int else is_number(value)
-    low = f"above {bounds.above:g} and at most" if bounds.above is not None else f"in {bounds.low:g} to"
-    rule = f"{'an integer' if bounds.kind is int else 'a number'} {low} {bounds.high:g}"
-    if not is_kind or not math.isfinite(value) or not bounds.low <= value <= bounds.high or value == bounds.above:
+    low, high = (str(b) if bounds.kind is int else f"{b:g}" for b in (bounds.low, bounds.high))
+    span = f"above {bounds.above:g} and at most" if bounds.above is not None else f"in {low} to"
+    rule = f"{'an integer' if bounds.kind is int else 'a number'} {span} {high}"
+    if not is_kind or not bounds.low <= value <= bounds.high or value == bounds.above:  # no NaN lies between bounds
         raise refuse(name, value, rule)
 
 
@@ -178,13 +214,20 @@ def _check_grammar(grammar: object) -> None:
     check_text(grammar.source, "grammar")
 
 
-def check_options(options: BranchOptions) -> None:
-    """Raises InvalidRequest."""
+def check_label(value: object, param: str) -> int:
+    """A number that a client names something by: an operation's, a mark, a program. Raises InvalidRequest."""
+    check_number(param, value, Bounds(int, 0, 2**63 - 1))
+    return int.__index__(value)  # type: ignore[arg-type]  # checked
+
+
+def check_options(options: BranchOptions) -> BranchOptions:
+    """The options, of plain values. Raises InvalidRequest."""
     if len(check_text(options.salt, "salt").encode()) > MAX_SALT_BYTES:
         raise InvalidRequest(f"salt has more than {MAX_SALT_BYTES} bytes", param="salt")
     check_number("seed", options.seed, _NUMBERS["seed"])
     check_number("priority", options.priority, Bounds(int, -100, 100))
-    check_number("program", options.program, Bounds(int, 0, 2**63 - 1))
+    check_label(options.program, "program")
+    return BranchOptions(*map(plain, msgspec.structs.astuple(options)))
 
 
 # ---------------------------------------------------------------- meaning

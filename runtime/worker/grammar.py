@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from anabranch.runtime.grammars import GrammarError, describe_failure, parser_limits, to_llguidance
-from anabranch.runtime.messages import Grammar
+from anabranch.runtime.messages import Error, Grammar
 from anabranch.runtime.tokenizer.vocabulary import Vocabulary
 
 MAX_SPACE = 32  # bytes of white space in a row
@@ -33,7 +33,10 @@ _SPACE = b" \t\n\r\v\f"
 
 
 class GrammarFailure(Exception):
-    """The grammar of one slot cannot go on: it is too complex, or nothing may follow."""
+    """The grammar of one slot cannot go on: it is too complex, or nothing may follow. What was asked for is at fault, not the engine."""
+
+    def to_wire(self) -> Error:
+        return Error("invalid_request_error", f"the grammar cannot go on ({self}): simplify it", "grammar", "invalid_grammar")
 
 
 @dataclass(frozen=True, slots=True)
