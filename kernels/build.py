@@ -6,6 +6,7 @@ library's name holds a hash of the sources, the flags, the compiler and the mach
 on the CPU it was built on. Parallel processes build once (a lock file), and a library appears in one atomic rename.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -15,7 +16,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +31,7 @@ VARIANTS = {  # the compilers' own headers of intrinsics set off -Wuninitialized
     "_avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-Wno-uninitialized"),
     "_avx2": ("-mavx2", "-mfma", "-mf16c", "-Wno-uninitialized"),
 }
+KEPT_LIBRARIES = 16  # of other versions, compilers and flags, beside each other
 X86 = ("x86_64", "amd64")
 
 
@@ -98,11 +99,14 @@ def build(cache_dir: Path | None = None, compiler: str | None = None, sources: P
     try:
         make_private(directory)
         if _is_ours(library):
+            with contextlib.suppress(OSError):  # a cache that may only be read
+                os.utime(library)  # used: the last to go
             return library
         with open(directory / f"{library.stem}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_ours(library):
                 _compile(cxx, units(sources), library)
+                _keep_the_last(directory)
     except OSError as error:
         raise BuildError(f"cannot build the native library in {directory}: {error}; give another cache directory") from error
     return library
@@ -116,6 +120,14 @@ def make_private(directory: Path) -> None:
         raise BuildError(f"{directory} belongs to user {status.st_uid}, not to us ({os.geteuid()}): give another cache directory")
     if status.st_mode & 0o022:
         directory.chmod(status.st_mode & 0o755)
+
+
+def _keep_the_last(directory: Path) -> None:
+    """Remove libraries, and their locks, that nobody has loaded for the longest time. Whoever has one loaded keeps it."""
+    libraries = sorted(directory.glob("anabranch-cpu-*.so"), key=lambda path: path.stat().st_mtime)
+    for old in libraries[:-KEPT_LIBRARIES]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(".lock").unlink(missing_ok=True)
 
 
 def _is_ours(library: Path) -> bool:
@@ -154,12 +166,3 @@ def load(cache_dir: Path | None = None, compiler: str | None = None) -> ctypes.C
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}; delete it and try again") from error
-
-
-def try_load(warn: Callable[[str], None] = log.warning) -> ctypes.CDLL | None:
-    """The native library, or None after one clear warning: the caller falls back to `reference`."""
-    try:
-        return load()
-    except BuildError as error:
-        warn(f"native CPU kernels are unavailable, falling back to the slow reference backend: {error}")
-        return None

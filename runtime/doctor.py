@@ -33,7 +33,7 @@ def report() -> Iterator[tuple[str, str]]:
     yield "processor", _processor()
     yield "instruction sets", " ".join(f for f in FEATURES if f in _cpu_flags()) or "none of those that the kernels use"
     yield "compiler", _tried(build.find_compiler)
-    yield "kernels", _tried(lambda: registry.backend("auto").name)
+    yield "kernels", _tried(lambda: registry.backend("auto", cache_dir=cache_dir() / "native").name)
     yield "cache directory", str(cache_dir())
     model = cache_dir() / "models" / DEFAULT.file_name
     yield "default model", str(model) if model.exists() else "not fetched yet: the first use does it (93 MB)"

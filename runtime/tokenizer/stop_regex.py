@@ -226,8 +226,3 @@ def _item_test(kind: Any, value: Any, flags: int) -> CharTest:
         return lambda c: category(c) if c.isascii() else not positive
     low, high = (value, value) if kind is op.LITERAL else value
     return lambda c: len(c) == 1 and low <= ord(c) <= high
-
-
-def compile_stop_regexes(patterns: tuple[str, ...]) -> list[StopRegex]:
-    """Raises InvalidRequest for the first that cannot be used."""
-    return [StopRegex(pattern) for pattern in patterns]

@@ -2,8 +2,6 @@
 
 import os
 
-from anabranch.kernels.layout import KVSpec
-
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int16": 2, "int8": 1}
 DEFAULT_TOKENS = 65_536  # room for so many tokens, unless told otherwise ...
 DEFAULT_SHARE = 0.25  # ... and no more than this share of the memory that is free
@@ -13,13 +11,6 @@ def kv_bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dty
     """Keys and values of one token in all layers; int16 and int8 have a float32 scale for each head besides."""
     scale_bytes = 4 if dtype in ("int16", "int8") else 0
     return 2 * num_layers * num_kv_heads * (head_dim * ITEM_BYTES[dtype] + scale_bytes)
-
-
-def spec_bytes(spec: KVSpec) -> int:
-    per_token = kv_bytes_per_token(
-        num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtype
-    )
-    return spec.num_pages * spec.page_size * per_token
 
 
 def choose_num_pages(page_bytes: int, page_size: int, *, num_pages: int | None, budget_bytes: int | None) -> int:

@@ -114,14 +114,18 @@ def test_parallel_processes_build_one_library(sources: Path, tmp_path: Path) -> 
     assert len(set(results)) == 1 and str(tmp_path) in results[0]
 
 
-def test_falling_back_says_so_once_and_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> ctypes.CDLL:
-        raise BuildError("no C++ compiler found")
-
-    monkeypatch.setattr(build, "load", fails)
-    warnings: list[str] = []
-    assert build.try_load(warnings.append) is None
-    assert len(warnings) == 1 and "reference backend: no C++ compiler found" in warnings[0]
+def test_only_the_libraries_used_last_are_kept(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "KEPT_LIBRARIES", 2)
+    libraries = []
+    for version in (0, 1, 0, 2):
+        (sources / "extra.h").write_text(f"// {version}")
+        libraries.append(built(sources, tmp_path / "cache"))
+        if version == 1:
+            for age, library in enumerate(libraries):
+                os.utime(library, (1000 + age, 1000 + age))
+    zero, one, again, two = libraries
+    assert zero == again and zero.exists() and two.exists(), "used again"
+    assert not one.exists() and not one.with_suffix(".lock").exists()
 
 
 def test_the_real_sources_compile_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
