@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = {".py", ".cpp", ".h", ".typed"}
+SHIPPED = {".py", ".cpp", ".h", ".S", ".typed"}
 
 
 @pytest.mark.slow
