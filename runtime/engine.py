@@ -243,11 +243,13 @@ class Engine:
 
     def stream(self, prompt: Prompt, *, seed: int | None = None, **params: Any) -> Iterator[str]:
         """Pieces of text as they settle. Closing the iterator cancels the request."""
-        return _pieces(self._prompted(prompt, seed), params, close=True)
+        request = to_request(params)
+        return _pieces(self._prompted(prompt, seed), request, close=True)
 
     def stream_chat(self, messages: Messages, *, seed: int | None = None, **params: Any) -> Iterator[str]:
         """The answer to a conversation, in pieces."""
-        return _pieces(self._conversed(messages, seed), params, close=True)
+        request = to_request(params)
+        return _pieces(self._conversed(messages, seed), request, close=True)
 
     def conversation(self, *, system: str | None = None, seed: int | None = None) -> Conversation:
         """A chat that grows: each turn computes only what is new."""
@@ -289,11 +291,19 @@ class Engine:
 
     def score(self, prompt: Prompt, choices: Sequence[str], method: Method = "token_length_normalized") -> Scores:
         """Log-likelihood of each choice after the prompt, in one forward."""
-        return _wait(self._prompted(prompt, 0).score(choices, method, append=False))
+        branch = self._prompted(prompt, 0)
+        try:
+            return _wait(branch.score(choices, method, append=False))
+        finally:
+            branch.close()
 
     def explain(self, prompt: Prompt) -> Explanation:
         """What of this prompt is cached now."""
-        return _wait(self._prompted(prompt, 0).explain())
+        branch = self._prompted(prompt, 0)
+        try:
+            return _wait(branch.explain())
+        finally:
+            branch.close()
 
     def _prompted(self, prompt: Prompt, seed: int | None) -> BranchHandle:
         segment = ControlText(prompt) if isinstance(prompt, str) else Tokens(check_ids(prompt, "prompt"))
@@ -316,15 +326,18 @@ class Conversation:
             branch.append([RoleBegin("system"), Text(system), RoleEnd()])
 
     def say(self, text: str, **params: Any) -> Iterator[str]:
-        """A user's turn; yields the assistant's answer in pieces, and closes its turn."""
+        """A user's turn; yields the assistant's answer in pieces, and closes its turn, also where the answer is broken off."""
+        request = to_request(params)
         self._branch.append([RoleBegin("user"), Text(text), RoleEnd(), RoleBegin("assistant")])
-        yield from _pieces(self._branch, params, close=False)
-        self._branch.append([RoleEnd()])
+        try:
+            yield from _pieces(self._branch, request, close=False)
+        finally:
+            self._branch.append([RoleEnd()])
 
 
-def _pieces(branch: BranchHandle, params: dict[str, Any], *, close: bool) -> Iterator[str]:
+def _pieces(branch: BranchHandle, request: GenerateParams, *, close: bool) -> Iterator[str]:
     pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    future = branch.generate(to_request(params), pieces.put)
+    future = branch.generate(request, pieces.put)
     future.add_done_callback(lambda _: pieces.put(None))
     try:
         while (piece := pieces.get()) is not None:

@@ -288,6 +288,26 @@ def test_a_conversation_is_taken_as_clients_write_it_or_refused_by_its_place(eng
             engine.chat(wrong)
 
 
+def test_a_conversation_goes_on_after_an_answer_was_broken_off_or_refused(engine: Engine) -> None:
+    talk = engine.conversation(system="Be brief.")
+    answer = talk.say("one", max_tokens=500, ignore_eos=True)
+    assert next(answer)
+    answer.close()  # type: ignore[attr-defined]  # a generator
+    for wrong in ({"temperature": "x"}, {"max_tokens": -1}, {"foo": 1}):
+        with pytest.raises(ValueError):
+            list(talk.say("two", **wrong))
+    with pytest.raises(InvalidRequest):
+        list(talk.say("\ud800"))
+    assert "".join(talk.say("three", max_tokens=6, ignore_eos=True))
+
+
+def test_a_call_that_scores_or_explains_holds_its_branch_until_it_has_its_answer(engine: Engine) -> None:
+    choices = [" yes", " no"]
+    held = branch(engine)
+    assert engine.score("hello", choices).scores == held.score(choices, append=False).result(WAIT).scores
+    assert engine.explain("hello").length == len(engine.tokenize("hello"))
+
+
 # ---------------------------------------------------------------- grammars (060, 061, 063, 067, 072; kinds 5 and 7)
 
 REFUSED = [
