@@ -48,11 +48,11 @@ class FaultyWorker:
 
 
 class MessageFaults:
-    """Loses or holds back messages by the names of their types."""
+    """Loses or holds back messages on their way to the scheduler, by the names of their types."""
 
-    def __init__(self, faults: FaultConfig | None) -> None:
-        self._faults = faults or FaultConfig()
-        self._to_drop = self._faults.drop_count
+    def __init__(self, faults: FaultConfig) -> None:
+        self._faults = faults
+        self._to_drop = faults.drop_count
         self._held: list[tuple[float, object]] = []
 
     def pass_on(self, messages: Iterable[T], now: float) -> list[T]:

@@ -134,6 +134,7 @@ def run_worker(config: EngineConfig, directory: Path, life: Life) -> None:
 
 
 def run_scheduler(config: EngineConfig, directory: Path, life: Life) -> None:
+    from anabranch.runtime.faults import MessageFaults
     from anabranch.runtime.parts import build_scheduler, scheduler_ready
     from anabranch.runtime.trace import StepRecorder
 
@@ -146,14 +147,18 @@ def run_scheduler(config: EngineConfig, directory: Path, life: Life) -> None:
     first = wait_for(below, WorkerReady)
     scheduler = build_scheduler(config, first)
     recorder = StepRecorder(config.debug, config) if config.debug.level else None
+    faults = MessageFaults(config.debug.faults) if config.debug.faults is not None else None
     above.send(scheduler_ready(first))
     life.ready()
     beats, step_id = Heartbeats(), 0
     poller = poller_of(above.socket, below.socket)
     while True:
         life.turn()
-        inbox: list[Any] = [*above.receive(), *(m for m in below.receive() if isinstance(m, StepResult))]
         now = time.monotonic()
+        requests: list[Any] = above.receive()
+        if faults is not None:
+            requests = faults.pass_on(requests, now)
+        inbox = [*requests, *(m for m in below.receive() if isinstance(m, StepResult))]
         decision = scheduler.step(now, inbox)
         scheduler.observe_planning((time.monotonic() - now) * 1e6)
         if recorder is not None:
@@ -173,7 +178,9 @@ def run_scheduler(config: EngineConfig, directory: Path, life: Life) -> None:
         above.flush()
         below.flush()
         if decision.plan is None:
-            left = HEARTBEAT_S if decision.next_wakeup is None else min(HEARTBEAT_S, decision.next_wakeup - time.monotonic())
+            held = faults.next_at if faults is not None else None
+            times = [at - time.monotonic() for at in (decision.next_wakeup, held) if at is not None]
+            left = min(HEARTBEAT_S, *times) if times else HEARTBEAT_S
             wait(poller, min(left, 0.01) if above.has_backlog or below.has_backlog else left)
 
 

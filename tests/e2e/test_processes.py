@@ -212,6 +212,25 @@ def test_a_step_that_takes_long_is_work_and_one_without_end_is_a_hang(tiny: str,
 
 
 @pytest.mark.parametrize("mode", ["inprocess", "processes"])
+def test_a_late_message_is_waited_for_and_a_lost_one_costs_its_own_request(tiny: str, mode: str) -> None:
+    late = EngineConfig(model=tiny, mode=mode, debug=DebugConfig(faults=FaultConfig(delay=("Submit",), delay_s=0.5)))  # type: ignore[arg-type]
+    with Engine.from_config(late) as engine:
+        began = time.monotonic()
+        begin(engine).result(WAIT)
+        assert time.monotonic() - began >= 0.5
+    lost = EngineConfig(model=tiny, mode=mode, debug=DebugConfig(faults=FaultConfig(drop=("Submit",), drop_count=1)))  # type: ignore[arg-type]
+    with Engine.from_config(lost) as engine:
+        first, second = say(engine), say(engine)
+        missing = first.generate(SHORT)
+        assert second.generate(SHORT).result(WAIT).token_ids
+        assert not missing.done()
+        first.close()
+        with pytest.raises(RequestError):
+            missing.result(WAIT)
+        assert begin(engine).result(WAIT).token_ids
+
+
+@pytest.mark.parametrize("mode", ["inprocess", "processes"])
 def test_an_exception_in_a_step_ends_every_wait(tiny: str, mode: str) -> None:
     config = EngineConfig(model=tiny, mode=mode, debug=DebugConfig(faults=FaultConfig(raise_at_step=5)))  # type: ignore[arg-type]
     with Engine.from_config(config) as engine:
