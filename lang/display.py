@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from anabranch.lang import events, log
-from anabranch.lang.explain import COLOURS, explain_state, legend_html, spans_html
+from anabranch.lang.explain import COLOURS, MEANING, explain_state, legend_html, spans_html
 from anabranch.lang.record import BranchRecord
 from anabranch.lang.stream import News
 
@@ -26,6 +26,7 @@ SIGNS = {
 }
 MAX_CHILDREN = 24  # of one branch, in a drawing
 REFRESH_S = 0.1
+SHARED_CHARS = 160  # of the text before a fork, shown above the children
 
 
 def tree_text(state: "State", *, width: int = 100) -> str:
@@ -76,10 +77,11 @@ def state_html(state: "State") -> str:
 
 
 def _turns_html(state: "State") -> str:
-    """What has arrived, turn by turn, generated text marked; never waits."""
+    """What has arrived, turn by turn; never waits. What the model wrote is marked, and what was there at the fork."""
     blocks = []
+    shared = state._fork_node.depth if log.is_ancestor(state._fork_node, state._tail) else 0
     for role, nodes in log.turns(log.path(state._tail)):
-        spans = "".join(_node_html(node) for node in nodes)
+        spans = "".join(_node_html(node, shared) for node in nodes)
         head = f"<b>{html.escape(role)}</b> " if role else ""
         blocks.append(f'<div style="margin:.2em 0">{head}<span style="white-space:pre-wrap">{spans}</span></div>')
     error = state._record.error
@@ -88,8 +90,11 @@ def _turns_html(state: "State") -> str:
     return "".join(blocks)
 
 
-def _node_html(node: log.Node) -> str:
+def _node_html(node: log.Node, shared: int = 0) -> str:
+    """`shared`: depth of the node where the branch was forked; text up to there was computed before it began."""
     text = html.escape(node.arrived_text())
+    if node.future is None and node.depth <= shared:
+        return f'<span style="background:{COLOURS["cached"]}" title="{MEANING["cached"]}">{text}</span>'
     if node.future is None:
         return text
     waiting = "" if node.future.done() else " …"
@@ -103,7 +108,19 @@ def group_html(group: "Group") -> str:
         f"{s._record.shown_status()}{_turns_html_since_fork(s)}</div>"
         for s in group
     )
-    return f'<div style="display:flex;flex-wrap:wrap;gap:.4em">{cells}</div>'
+    return f'{_shared_html(group)}<div style="display:flex;flex-wrap:wrap;gap:.4em">{cells}</div>'
+
+
+def _shared_html(group: "Group") -> str:
+    """The end of what all children share."""
+    if not len(group):
+        return ""
+    text = "".join(node.arrived_text() for node in log.path(group[0]._fork_node))
+    if not text:
+        return ""
+    end = text if len(text) <= SHARED_CHARS else f"… {text[-SHARED_CHARS:]}"
+    style = f'white-space:pre-wrap;background:{COLOURS["cached"]}'
+    return f'<div style="{style}" title="shared by all {len(group)}: computed once">{html.escape(end)}</div>'
 
 
 def _turns_html_since_fork(state: "State") -> str:
@@ -173,6 +190,9 @@ class Watch:
             self._file.write(tree_text(self._state) + "\n")
 
     def _html(self) -> str:
+        return _turns_html(self._state) + self._tree_html()
+
+    def _tree_html(self) -> str:
         return f'<pre style="line-height:1.3">{html.escape(tree_text(self._state))}</pre>'
 
 

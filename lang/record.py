@@ -121,6 +121,8 @@ class BranchRecord:
     def fork(self, n: int) -> "list[BranchRecord]":
         first = len(self.children)
         children = [BranchRecord((*self.path, first + i)) for i in range(n)]
+        for child in children:
+            child.length = self.length
         self.children.extend(children)
         self.last_fork_op = self.last_op
         return children

@@ -12,6 +12,7 @@ import pytest
 from anabranch.lang import api as ab
 from anabranch.lang import events
 from anabranch.lang.display import Watch
+from anabranch.lang.explain import COLOURS
 from anabranch.lang.testing import Gate, Reply, ScriptedBackend
 
 
@@ -105,6 +106,33 @@ def test_displays_never_wait_and_never_raise() -> None:
     bad += "bad" + ab.gen("x")
     bad.error()
     assert "broken" in bad._repr_html_() and "broken" in bad.tree() and repr(bad)
+
+
+def test_what_branches_share_is_marked_in_the_text_while_they_work() -> None:
+    gate = Gate()
+    s = ab.state(backend=ScriptedBackend(lambda p: Reply(gate, "said")))
+    s += ab.user("A <shared> beginning.")
+    group = s.fork(2)
+    group += " Own text." + ab.gen("x")
+    cached = COLOURS["cached"]
+    shown = group[0]._repr_html_()
+    assert f'<span style="background:{cached}" title="served from KV that was there">A &lt;shared&gt; beginning.</span>' in shown
+    assert " Own text." in shown and f'{cached}" title="served from KV that was there"> Own text' not in shown
+    together = group._repr_html_()
+    assert together.count("A &lt;shared&gt; beginning.") == 1 and "shared by all 2: computed once" in together
+    assert "A &lt;shared&gt;" in Watch(s)._html()
+    gate.open()
+    group.sync()
+    assert f"{cached}" in group[0]._repr_html_()
+
+
+def test_a_branch_that_did_nothing_yet_is_as_long_as_its_parent(backend: ScriptedBackend) -> None:
+    s = ab.state(max_tokens=2)
+    s += "one two three" + ab.gen("x")
+    s.sync()
+    group = s.fork(1)
+    root, child = s.tree().split("\n")[:2]
+    assert "open 5 tokens" in root and "open 5 tokens" in child and group
 
 
 def test_a_backend_that_tells_no_text_gets_a_bar(backend: ScriptedBackend) -> None:
