@@ -24,6 +24,7 @@ constexpr int kOwnRows = 16;          // of a thread at least, or operations are
 constexpr int kOwnRowsAtMost = 128;   // of a thread at a time: what a layer knows about them stays in the second-level cache
 constexpr int kMaxPositions = 1 << 26;
 constexpr int kLogitPanels = 8;       // panels per task of the output projection
+constexpr int kFetchedRows = 32;      // up to so many, a task fetches ahead what it will write
 constexpr int kPreparedRows = std::max(kRedundantRows, kOwnRowsAtMost);
 
 // Memory that grows and is kept.
@@ -94,6 +95,26 @@ struct Program {
 };
 
 namespace {
+
+// What a task will write when its sums are ready: `num_rows` pieces of `bytes` each. Asked for before it multiplies, they arrive meanwhile,
+// mostly from the cache of another core. With many rows they would push out what is multiplied, and come in sequence anyway.
+void fetch_targets(const void* first, size_t stride_bytes, size_t bytes, int num_rows) {
+  if (num_rows > kFetchedRows) return;
+  const auto* p = static_cast<const uint8_t*>(first);
+  for (int r = 0; r < num_rows; ++r, p += stride_bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 1, 3);
+  }
+}
+
+// The same for the KV of one head: K of a slot is spread over the whole chunk of slots that it belongs to.
+void fetch_kv(const KVPool& kv, int layer, int kv_head, const KVSlot* slots, int num_rows) {
+  const size_t chunk_bytes = size_t(kv.v_offset) * kv.chunk / kv.page_size, row_bytes = size_t(kv.v_offset) / kv.page_size;
+  for (int r = 0; r < num_rows; ++r) {
+    const uint8_t* head = kv.data + layer * kv.layer_bytes + slots[r].page_id * kv.page_bytes + kv_head * kv.head_bytes;
+    fetch_targets(head + slots[r].offset / kv.chunk * chunk_bytes, 0, chunk_bytes, 1);
+    fetch_targets(head + kv.v_offset + slots[r].offset * row_bytes, 0, row_bytes, 1);
+  }
+}
 
 // One run of a program.
 class Run {
@@ -324,10 +345,10 @@ class Run {
 
   // --- attention input -------------------------------------------------------------------------------------------------------
 
-  // KV units are twice as long: they are spread among the others, first ones first.
+  // KV units are more than twice as long: they are spread among the others, and begin each stretch, so that a thread ends on a short one.
   void heads_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
     const HeadUnits units(op);
-    const int before = int(int64_t(index) * units.kv_units / units.num_units()), after = int(int64_t(index + 1) * units.kv_units / units.num_units());
+    const int before = ceil_div(index * units.kv_units, units.num_units()), after = ceil_div((index + 1) * units.kv_units, units.num_units());
     if (after > before) {
       key_value_unit(op, x, rows, before, units, thread);
     } else {
@@ -339,9 +360,10 @@ class Run {
 
   void query_unit(const OpSpec& op, const Operand& x, Rows rows, int index, const HeadUnits& unit, int thread) {
     const PanelRange range{index * unit.panels, std::min(unit.panels, unit.q_panels - index * unit.panels)};
-    const Tile tile = multiply_panels(*op.matrix, x, rows.count, &range, 1, thread);
     const int width = op.num_q_heads * op.head_dim, first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_q_heads - first_head);
     float* q = floats(op.target) + size_t(rows.first) * width + size_t(first_head) * op.head_dim;
+    fetch_targets(q, size_t(width) * 4, size_t(num_heads) * op.head_dim * 4, rows.count);
+    const Tile tile = multiply_panels(*op.matrix, x, rows.count, &range, 1, thread);
     element_ops().finish_heads({tile.all(0, range.count), num_heads, op.head_dim, op.q_norm, op.eps, angles(op, rows.first),
                                 op.rope->num_pairs(), q, size_t(width)});
   }
@@ -350,14 +372,15 @@ class Run {
   void key_value_unit(const OpSpec& op, const Operand& x, Rows rows, int index, const HeadUnits& unit, int thread) {
     const int count = std::min(unit.panels, unit.kv_panels - index * unit.panels), first = unit.q_panels + index * unit.panels;
     const PanelRange ranges[2] = {{first, count}, {first + unit.kv_panels, count}};
-    const Tile tile = multiply_panels(*op.matrix, x, rows.count, ranges, 2, thread);
     const int first_head = index * unit.heads, num_heads = std::min(unit.heads, op.num_kv_heads - first_head), width = num_heads * op.head_dim;
+    const KVSlot* slots = program_.plan.slots() + rows.first;
+    for (int i = 0; i < num_heads && rows.count <= kFetchedRows; ++i) fetch_kv(program_.kv, op.layer, first_head + i, slots, rows.count);
+    const Tile tile = multiply_panels(*op.matrix, x, rows.count, ranges, 2, thread);
     float* k = memory(thread).heads;
     float* v = k + size_t(rows.count) * width;
     element_ops().finish_heads({tile.all(0, count), num_heads, op.head_dim, op.k_norm, op.eps, angles(op, rows.first), op.rope->num_pairs(), k,
                                 size_t(width)});
     element_ops().finish_heads({tile.all(count, count), num_heads, op.head_dim, nullptr, op.eps, nullptr, 0, v, size_t(width)});
-    const KVSlot* slots = program_.plan.slots() + rows.first;
     for (int i = 0; i < num_heads; ++i) {
       write_kv(program_.kv, op.layer, first_head + i, slots, rows.count, k + i * op.head_dim, width, v + i * op.head_dim, width);
     }
@@ -373,19 +396,21 @@ class Run {
   void add_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
     const Matrix& matrix = *op.matrix;
     const PanelRange range{index, 1};
-    const Tile tile = multiply_panels(matrix, x, rows.count, &range, 1, thread);
     const Panel& panel = matrix.panels[index];
     float* to = floats(op.target) + size_t(rows.first) * matrix.num_columns + panel.first_column;
+    fetch_targets(to, size_t(matrix.num_columns) * 4, size_t(panel.num_columns) * 4, rows.count);
+    const Tile tile = multiply_panels(matrix, x, rows.count, &range, 1, thread);
     element_ops().add(tile.all(0, 1), 0, panel.num_columns, to, matrix.num_columns);
   }
 
   // Panels of gate and up alternate: a pair gives 32 columns.
   void gated_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
     const PanelRange range{2 * index, 2};
-    const Tile tile = multiply_panels(*op.matrix, x, rows.count, &range, 1, thread);
     Activations& target = program_.buffers[op.target];
-    const size_t row_bytes = gated_bytes(target.width, op.matrix->is_exact);
+    const size_t row_bytes = gated_bytes(target.width, op.matrix->is_exact), written = op.matrix->is_exact ? kPanelColumns * 4 : sizeof(ActivationGroup);
     uint8_t* out = target.memory.data() + rows.first * row_bytes;
+    fetch_targets(out + index * written, row_bytes, written, rows.count);
+    const Tile tile = multiply_panels(*op.matrix, x, rows.count, &range, 1, thread);
     if (op.matrix->is_exact) {
       element_ops().gate(tile.all(0, 2), reinterpret_cast<float*>(out) + index * kPanelColumns, row_bytes / 4);
     } else {
@@ -395,13 +420,15 @@ class Run {
 
   void logits_unit(const OpSpec& op, const Operand& x, Rows rows, int index, int thread) {
     const Matrix& matrix = *op.matrix;
-    const PanelRange range{index * kLogitPanels, std::min(kLogitPanels, matrix.num_panels - index * kLogitPanels)};
-    const Tile tile = multiply_panels(matrix, x, rows.count, &range, 1, thread);
-    for (int r = 0; r < rows.count; ++r) {
-      float* to = step_.logits + size_t(rows.first + r) * matrix.num_columns;
-      for (int p = 0; p < range.count; ++p) {
-        const Panel& panel = matrix.panels[range.first + p];
-        std::memcpy(to + panel.first_column, tile.panel(p) + size_t(r) * kPanelColumns, size_t(panel.num_columns) * 4);
+    const int last = std::min((index + 1) * kLogitPanels, matrix.num_panels);
+    for (int p = index * kLogitPanels; p < last; ++p) {
+      const Panel& panel = matrix.panels[p];
+      float* to = step_.logits + size_t(rows.first) * matrix.num_columns + panel.first_column;
+      fetch_targets(to, size_t(matrix.num_columns) * 4, size_t(panel.num_columns) * 4, rows.count);
+      const PanelRange range{p, 1};
+      const Tile tile = multiply_panels(matrix, x, rows.count, &range, 1, thread);
+      for (int r = 0; r < rows.count; ++r) {
+        std::memcpy(to + size_t(r) * matrix.num_columns, tile.sums + size_t(r) * kPanelColumns, size_t(panel.num_columns) * 4);
       }
     }
   }
