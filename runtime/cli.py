@@ -80,7 +80,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--concurrency", type=int, default=8, help="closed loop: requests at a time")
     serve.add_argument("--stream-seed", type=int, default=0, help="of arrival times, lengths and text")
     peers = parser.add_argument_group("peers")
-    peers.add_argument("--peer", action="append", default=[], help="openvino or llama.cpp; may be given several times (all)")
+    peers.add_argument("--peer", action="append", default=[], help="openvino or llama.cpp; may be given twice (both); accuracy: llama.cpp")
     peers.add_argument("--only", action="append", default=[], metavar="WORKLOAD", help="may be given several times (all)")
     _add_engine(parser)
     parser.set_defaults(run=run_bench)

@@ -1,7 +1,7 @@
 """What fast costs: per-token KL divergence and perplexity against exact activations and float32 KV, on real English.
 
 Windows of `WINDOW` tokens, each behind nothing; the second half of a window is judged, so that every judged token sees at least half a
-window. This is also what llama.cpp's `llama-perplexity --kl-divergence` does, which runs on the same text where that peer is set up: its own
+window. This is also what llama.cpp's `llama-perplexity --kl-divergence` does, which runs on the same text where it is asked for: its own
 path (the same file, its 8-bit activations, f16 KV) against the same weights as float32.
 """
 

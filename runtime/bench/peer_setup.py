@@ -104,10 +104,6 @@ def set_up_llama_cpp(home: Path, gguf: Path) -> LlamaCpp:
     return LlamaCpp(programs, home, gguf)
 
 
-def is_set_up_llama_cpp(home: Path) -> bool:
-    return (home / "llama-cpp" / ".ready").exists()
-
-
 def llama_server(llama: LlamaCpp, port: int, log: Path, *, num_threads: int, is_tied: bool = True) -> Child:
     """Its HTTP server on loopback, with the settings that were best: a slot per request, each with its own part of the KV cache."""
     threads = str(num_threads)

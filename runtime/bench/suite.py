@@ -23,7 +23,7 @@ from anabranch.runtime.bench import (
 from anabranch.runtime.bench.figures import Figure, collect, table
 from anabranch.runtime.bench.host import Watch, prepare_memory
 from anabranch.runtime.bench.measure import Machine, measure
-from anabranch.runtime.bench.peer_setup import is_set_up_llama_cpp, set_up_llama_cpp
+from anabranch.runtime.bench.peer_setup import set_up_llama_cpp
 from anabranch.runtime.bench.targets import EmbeddedTarget, Target
 from anabranch.runtime.bench.texts import Texts
 from anabranch.runtime.bench.url_target import UrlTarget
@@ -227,9 +227,12 @@ def run_cache_cost(model: Model, settings: Settings) -> dict[str, Any]:
 
 
 def run_accuracy(model: Model, settings: Settings) -> dict[str, Any]:
-    """llama.cpp's path too, where it has been set up (by `bench peers`) and the model is a file that it reads."""
-    home = cache_dir() / "peers"
-    llama = set_up_llama_cpp(home, model.path) if is_set_up_llama_cpp(home) and model.path.suffix == ".gguf" else None
+    """With `--peer llama.cpp` that one's own path, too, on the same file and text."""
+    if wrong := [name for name in settings.peers if name != "llama.cpp"]:
+        raise ValueError(f"{wrong[0]} cannot say what its path costs; --peer llama.cpp can")
+    if settings.peers and model.path.suffix != ".gguf":
+        raise ValueError(f"llama.cpp reads .gguf files; {model.path} is not one")
+    llama = set_up_llama_cpp(cache_dir() / "peers", model.path) if settings.peers else None
     return accuracy.run(
         model.path, lambda text: model.vocabulary.encode_plain(text, at_start=True), small=settings.small, llama=llama,
         num_threads=settings.options.get("num_threads"),
