@@ -9,7 +9,7 @@ import tokenizers
 
 from anabranch.runtime.tokenizer.gguf_vocabulary import adds_bos, gguf_tokenizer, unused_ids
 from anabranch.runtime.tokenizer.token_bytes import UnsupportedTokenizer
-from anabranch.runtime.tokenizer.vocabulary import Vocabulary
+from anabranch.runtime.tokenizer.vocabulary import Vocabulary, growth
 from anabranch.runtime.worker.loading.checkpoint import find_gguf, from_gguf, read_config
 from anabranch.runtime.worker.loading.config import ModelConfig
 from anabranch.runtime.worker.loading.errors import refuse, shown
@@ -17,6 +17,7 @@ from anabranch.runtime.worker.loading.files import MAX_INDEX_BYTES, inside, read
 from anabranch.runtime.worker.loading.gguf import GgufFile, read_gguf
 
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
+MAX_GROWTH = 256  # times that a normalizer may lengthen text; published ones stay below 10
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -98,13 +99,16 @@ def _from_directory(path: Path, config: ModelConfig) -> ModelText:
 def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
     text = read_bytes(path, MAX_INDEX_BYTES)
     try:
-        return tokenizers.Tokenizer.from_buffer(text)
+        tokenizer = tokenizers.Tokenizer.from_buffer(text)
     except Exception as fault:
         refuse(path, f"is not a usable tokenizer: {shown(str(fault), 200)}")
     except BaseException as fault:  # a panic of the native library is no Exception
         if type(fault).__name__ != "PanicException":
             raise
         refuse(path, "is not a usable tokenizer: the tokenizer library gave up on it")
+    if (factor := growth(tokenizer)) > MAX_GROWTH:
+        refuse(path, f"its normalizer makes text {factor:.3g} times longer; the limit is {MAX_GROWTH} times")
+    return tokenizer
 
 
 def _vocabulary(

@@ -168,6 +168,10 @@ class Vocabulary:
                 encoding = self._tokenizer.encode(piece, add_special_tokens=False)
             except TypeError:
                 raise VocabularyError("the text holds half of a surrogate pair; it is not valid Unicode") from None
+            except BaseException as fault:  # a panic of the native library (a pattern that gives up) is no Exception
+                if type(fault).__name__ != "PanicException":
+                    raise
+                raise VocabularyError("the model's tokenizer gave up on this text: a pattern of it takes too long there") from None
             cuts = [] if self._special_ids.isdisjoint(encoding.ids) else self._middles_of_special(encoding)
             if cuts:
                 waiting += [piece[a:b] for a, b in pairwise([0, *cuts, len(piece)])][::-1]
@@ -274,6 +278,18 @@ def _most_shrinking(tokenizer: tokenizers.Tokenizer) -> int:
     for step in _steps(tokenizer.pre_tokenizer, "pretokenizers"):
         if step["type"] not in ("ByteLevel", "Metaspace", "Digits", "Split") or step.get("behavior") == "Removed":
             return 0
+    return factor
+
+
+def growth(tokenizer: tokenizers.Tokenizer) -> float:
+    """By which factor the replacements of a normalizer can make text longer, at most; other steps add little."""
+    factor, steps = 1.0, _steps(tokenizer.normalizer, "normalizers")
+    while steps:
+        step = steps.pop()
+        steps += step.get("normalizers", [])  # a sequence in a sequence
+        if step["type"] == "Replace":
+            replaced = len(step["pattern"].get("String", "")) or 1  # a regular expression may match one character
+            factor *= max(1.0, len(step["content"]) / replaced)
     return factor
 
 

@@ -6,6 +6,8 @@ must answer a plain request as if nothing had happened, and hold nothing.
 
 import enum
 import gc
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from anabranch.lang.backend import Constraint, Sampling, Text, Tokens
 from anabranch.lang.errors import Unsupported
 from anabranch.runtime.config import LimitsConfig
 from anabranch.runtime.engine import Engine
-from anabranch.runtime.errors import ConfigError, InvalidRequest, RequestTimeout
+from anabranch.runtime.errors import ConfigError, EngineStartError, InvalidRequest, RequestTimeout
 from anabranch.runtime.messages import Append, Cancel, GetTokens, Open, Score
 from anabranch.runtime.messages import Text as WireText
 
@@ -439,3 +441,43 @@ def test_a_token_whose_weights_are_nan_fails_its_requests_and_no_others(tmp_path
         with pytest.raises(ab.AnabranchError):
             say(engine, [*clean, 300, 25])
         assert engine.stats(check=True).result(WAIT)["check"] == "ok"
+
+
+# ---------------------------------------------------------------- model directories (144; kinds 2, 5 and 7)
+
+
+def with_normalizer(model: Path, to: Path, *steps: dict[str, Any]) -> str:
+    shutil.copytree(model, to)
+    spec = json.loads((to / "tokenizer.json").read_text())
+    spec["normalizer"] = {"type": "Sequence", "normalizers": list(steps)}
+    (to / "tokenizer.json").write_text(json.dumps(spec))
+    return str(to)
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def test_a_tokenizer_that_gives_up_on_a_text_ends_that_request_alone(model: Path, tmp_path: Path) -> None:
+    """Its native library panics, which is no `Exception` in Python: unnoticed, it ends the engine's thread."""
+    path = with_normalizer(model, tmp_path / "slow", replace({"Regex": "(a+)+$"}, "b"))
+    with Engine(path, num_pages=64, num_threads=1, mode="inprocess") as engine:
+        before = say(engine, "hello")
+        for text in ("a" * 300 + "!", "a" * 300 + "!" * 20_000):  # on the loop, and off it
+            with pytest.raises(InvalidRequest):
+                say(engine, text)
+        with pytest.raises(InvalidRequest):
+            engine.tokenize("a" * 300 + "!")
+        assert say(engine, "hello") == before
+
+
+def test_a_normalizer_that_multiplies_text_is_refused_at_the_start(model: Path, tmp_path: Path) -> None:
+    doubling = [replace({"String": "a"}, "aa")] * 40
+    nested = {"type": "Sequence", "normalizers": [replace({"Regex": "."}, "xxxxxxxx")] * 3}
+    for name, steps in (("flat", doubling), ("nested", [nested]), ("long", [replace({"String": "a"}, "b" * 10_000)])):
+        path = with_normalizer(model, tmp_path / name, *steps)
+        with pytest.raises(EngineStartError, match="times longer"):
+            Engine(path, num_pages=64, num_threads=1, mode="inprocess")
+    usual = [replace({"String": " "}, "▁"), replace({"String": "``"}, '"'), replace({"Regex": " {2,}"}, " ")]
+    with Engine(with_normalizer(model, tmp_path / "usual", *usual), num_pages=64, num_threads=1, mode="inprocess") as engine:
+        assert say(engine, "hello there", ignore_eos=True)
