@@ -76,18 +76,35 @@ def type_spec(kind: Any) -> TypeSpec:
 def schema_text(schema: Any) -> str:
     """A JSON Schema as text: from text, a mapping, a pydantic model, or a type."""
     if isinstance(schema, str):
-        json.loads(schema)
+        try:
+            json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"a JSON Schema given as text must be JSON, got {schema!r:.80}: {error}") from None
         return schema
     if isinstance(schema, Mapping):
         return json.dumps(schema, ensure_ascii=False)
     if hasattr(schema, "model_json_schema"):
-        return json.dumps(schema.model_json_schema(), ensure_ascii=False)
+        return json.dumps(_closed(schema.model_json_schema()), ensure_ascii=False)
     return json.dumps(schema_of(schema), ensure_ascii=False)
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
     """The JSON Schema of a type. Recursive types are refused: use a pydantic model for them."""
-    return _schema(kind, ())
+    definitions: dict[str, Any] = {}
+    schema = _hoisted(_schema(kind, ()), definitions)
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _hoisted(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema without the `$defs` of pydantic models inside it, which their references look for at the root."""
+    if isinstance(schema, list):
+        return [_hoisted(part, definitions) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    for name, part in schema.get("$defs", {}).items() if isinstance(schema.get("$defs"), dict) else ():
+        if definitions.setdefault(name, part) != part:
+            raise Unsupported(f"two models in one type are called {name!r}; rename one of them")
+    return {key: _hoisted(part, definitions) for key, part in schema.items() if key != "$defs"}
 
 
 def _schema(kind: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
@@ -112,13 +129,33 @@ def _schema(kind: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
     if kind is dict or origin is dict:
         return {"type": "object", "additionalProperties": _schema(args[1], inside)} if args else {"type": "object"}
     if hasattr(kind, "model_json_schema"):
-        return kind.model_json_schema()
+        return _closed(kind.model_json_schema())
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
         return _object_schema(kind, inside)
     raise Unsupported(
         f"no JSON Schema for type {kind!r}; use int, float, bool, str, Literal, Enum, list, dict, a dataclass "
         "or a pydantic model"
     )
+
+
+def _closed(schema: Any) -> Any:
+    """A pydantic model's schema, its objects without room for properties that no field takes: a model that may write on
+    will. What says `additionalProperties` itself (extra="allow", dicts) stays as it is.
+    """
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for key in ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf"):
+        if key in closed:
+            closed[key] = _closed(closed[key])
+    for key in ("properties", "$defs"):
+        if key in closed:
+            closed[key] = {name: _closed(part) for name, part in closed[key].items()}
+    if "properties" in closed and "allOf" not in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _object_schema(kind: Any, inside: tuple[Any, ...]) -> dict[str, Any]:

@@ -125,6 +125,39 @@ def test_a_value_that_was_cut_off_says_so() -> None:
         generate(Point, '{"x": 1, "y": 2}', max_tokens=3)
 
 
+def test_a_pydantic_model_leaves_no_room_for_properties_that_no_field_takes() -> None:
+    import pydantic
+
+    class Inner(pydantic.BaseModel):
+        properties: str
+
+    class Open(pydantic.BaseModel, extra="allow"):
+        x: int
+
+    class Outer(pydantic.BaseModel):
+        one: Inner
+        many: list[Inner]
+        maybe: Inner | None
+        by_name: dict[str, Inner]
+        free: Open
+
+    good = {"one": {"properties": "a"}, "many": [], "maybe": None, "by_name": {"k": {"properties": "b"}}, "free": {"x": 1, "y": 2}}
+    bad = [
+        {**good, "more": 1},
+        {**good, "one": {"properties": "a", "more": 1}},
+        {**good, "many": [{"properties": "a", "more": 1}]},
+        {**good, "maybe": {"properties": "a", "more": 1}},
+        {**good, "by_name": {"k": {"properties": "b", "more": 1}}},
+    ]
+    for kind in (Outer, list[Outer]):
+        constraint = type_spec(kind).constraint
+        assert constraint is not None
+        validator = jsonschema.Draft202012Validator(json.loads(constraint.source))
+        assert validator.is_valid(good if kind is Outer else [good])
+        assert not any(validator.is_valid(value if kind is Outer else [value]) for value in bad)
+    assert "more" not in repr(build(list[Outer], [good])) and build(list[Outer], [good])[0].one.properties == "a"
+
+
 def test_pydantic_models_give_models() -> None:
     import pydantic
 
