@@ -38,6 +38,7 @@ constexpr float kInfinity = __builtin_inff();
 constexpr float kExp2[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
 // The same in fewer terms: 2^f = polynomial, relative error 2.7e-6 (minimax).
 constexpr float kExp2Weight[] = {0x1.ffffe8p-1f, 0x1.62e0dcp-1f, 0x1.ec06dap-3f, 0x1.ca1442p-5f, 0x1.3997d6p-7f};
+constexpr float kMinWeight = -96.0f;   // nothing beside 1, and what it is multiplied with does not become denormal
 constexpr float kMinExp2 = -126.0f;  // below it 2^x is flushed to zero: denormals would be slow
 constexpr float kLog2e = 0x1.715476p+0f;
 
@@ -112,8 +113,9 @@ ANB_INLINE vf exp2(vf x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
   return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(kMinExp2), _CMP_NLT_UQ), p, n)};
 }
-// 2^x for x <= 127 in half the time and 18 bits; at most 2^kMinExp2 below that (sets differ there); NaN stays NaN.
+// 2^max(x, kMinWeight) for x <= 127, in half the time and 18 bits; NaN stays NaN.
 ANB_INLINE vf exp2_weight(vf x) {
+  x = max(set1(kMinWeight), x);
   const __m512 n = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 f = _mm512_sub_ps(x.v, n);  // exact, unlike that of vreduceps, which rounds in the direction of n
   __m512 p = _mm512_set1_ps(kExp2Weight[4]);
@@ -201,12 +203,12 @@ ANB_INLINE __m256 exp2_half(__m256 x) {
 }
 ANB_INLINE vf exp2(vf x) { return {exp2_half(x.a), exp2_half(x.b)}; }
 ANB_INLINE __m256 exp2_weight_half(__m256 x) {
+  x = _mm256_max_ps(_mm256_set1_ps(kMinWeight), x);
   const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm256_sub_ps(x, n);
   __m256 p = _mm256_set1_ps(kExp2Weight[4]);
   for (int i = 3; i >= 0; --i) p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2Weight[i]));
   const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  const __m256 tiny = _mm256_cmp_ps(x, _mm256_set1_ps(kMinExp2), _CMP_LT_OQ);
-  return _mm256_andnot_ps(tiny, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
 }
 ANB_INLINE vf exp2_weight(vf x) { return {exp2_weight_half(x.a), exp2_weight_half(x.b)}; }
 
@@ -271,7 +273,7 @@ ANB_INLINE float exp2_lane(float x) {
   return x == x ? p * bits_to_float(uint32_t(int(n) + 127) << 23) : x;
 }
 ANB_INLINE vf exp2(vf x) { ANB_LANES(exp2_lane(x.v[i])); }
-ANB_INLINE vf exp2_weight(vf x) { return exp2(x); }
+ANB_INLINE vf exp2_weight(vf x) { return exp2(max(set1(kMinWeight), x)); }
 #undef ANB_LANES
 
 #endif
