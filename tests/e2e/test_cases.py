@@ -7,6 +7,7 @@ must answer a plain request as if nothing had happened, and hold nothing.
 import enum
 import gc
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -481,3 +482,10 @@ def test_a_normalizer_that_multiplies_text_is_refused_at_the_start(model: Path, 
     usual = [replace({"String": " "}, "▁"), replace({"String": "``"}, '"'), replace({"Regex": " {2,}"}, " ")]
     with Engine(with_normalizer(model, tmp_path / "usual", *usual), num_pages=64, num_threads=1, mode="inprocess") as engine:
         assert say(engine, "hello there", ignore_eos=True)
+
+
+def test_every_test_that_the_table_of_cases_names_exists() -> None:
+    here = Path(__file__)
+    named = set(re.findall(r"`(test_\w+)`", (here.parent / "CASES.md").read_text()))
+    defined = {name for file in here.parents[1].rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
+    assert len(named) > 80 and named <= defined, sorted(named - defined)
