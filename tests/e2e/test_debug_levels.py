@@ -15,7 +15,7 @@ PROGRAM = textwrap.dedent(
     import sys
     import anabranch as ab
 
-    engine = ab.Engine(sys.argv[1], mode=sys.argv[2], num_pages=64, num_threads=1)
+    engine = ab.Engine(sys.argv[1], mode=sys.argv[2], backend="reference", num_pages=64, num_threads=1)
     ab.set_default_backend(engine)
 
     @ab.function
