@@ -445,9 +445,9 @@ extern "C" int64_t anb_kv_layout(KVPool* kv) {
   kv->v_offset = int32_t(v_offset);
   kv->scale_offset = int32_t(2 * v_offset);
   kv->head_bytes = int64_t(round_up(size_t(2 * v_offset + scales), 64));
-  kv->page_bytes = kv->head_bytes * kv->num_kv_heads;
+  kv->layer_bytes = kv->head_bytes * kv->num_kv_heads;
   int64_t total;
-  if (__builtin_mul_overflow(kv->page_bytes, kv->num_pages, &kv->layer_bytes) || __builtin_mul_overflow(kv->layer_bytes, int64_t(kv->num_layers), &total))
+  if (__builtin_mul_overflow(kv->layer_bytes, int64_t(kv->num_layers), &kv->page_bytes) || __builtin_mul_overflow(kv->page_bytes, kv->num_pages, &total))
     return 0;
   return total;
 }

@@ -20,12 +20,13 @@ class ThreadPool;
 
 enum class KVType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, i16 = 4 };
 
-// KV pages of all layers: data[layer][page_id][kv_head] -> K, V and (i8, i16) scales of page_size slots, `head_bytes` in all.
+// KV pages of all layers: data[page_id][layer][kv_head] -> K, V and (i8, i16) scales of page_size slots, `head_bytes` in all. A page is one
+// piece of memory: a copy is one move, and a short context touches little memory where a pool by layers touches some in each.
 // K lies in chunks of `chunk` slots, each [padded_dim][chunk], so that slots are the lanes of a vector; V is [page_size][padded_dim].
 // i8 and i16 keep together what one integer instruction multiplies: K chunks are [padded_dim / 2][chunk][2], and V, where chunk is 16, is
 // [page_size / 2][padded_dim][2]. padded_dim is head_dim rounded up to 16; the padding is zero.
 struct KVPool {
-  uint8_t* data;          // 64-byte aligned, layer_bytes * num_layers
+  uint8_t* data;          // 64-byte aligned, page_bytes * num_pages
   int64_t num_pages;
   int32_t page_size;
   int32_t num_layers;
@@ -38,8 +39,8 @@ struct KVPool {
   int32_t v_offset;       // bytes from K to V of one (page, head)
   int32_t scale_offset;   // i8, i16: f32 K scales [page_size], then V scales
   int64_t head_bytes;
-  int64_t page_bytes;
-  int64_t layer_bytes;
+  int64_t page_bytes;     // of all layers
+  int64_t layer_bytes;    // of one layer's part of a page
 };
 
 // Fills the derived fields. Returns the bytes that `data` must have, or 0 where a field is out of range.

@@ -19,17 +19,14 @@ void anb_rope_free(RopeTable* rope) { delete rope; }
 
 void anb_copy_pages(const KVPool* kv, const int32_t* src, const int32_t* dst, int num_pages) {
   PoolLease pool;
-  pool->parallel_for(kv->num_layers, [&](int layer, int) {
-    uint8_t* pages = kv->data + size_t(layer) * kv->layer_bytes;
-    for (int i = 0; i < num_pages; ++i) std::memcpy(pages + size_t(dst[i]) * kv->page_bytes, pages + size_t(src[i]) * kv->page_bytes, kv->page_bytes);
+  pool->parallel_for(num_pages, [&](int i, int) {
+    std::memcpy(kv->data + size_t(dst[i]) * kv->page_bytes, kv->data + size_t(src[i]) * kv->page_bytes, kv->page_bytes);
   });
 }
 
 // All bits set is a NaN in every float type, and so are the scales of int8.
 void anb_poison_pages(const KVPool* kv, const int32_t* pages, int num_pages) {
-  for (int layer = 0; layer < kv->num_layers; ++layer) {
-    for (int i = 0; i < num_pages; ++i) std::memset(kv->data + size_t(layer) * kv->layer_bytes + size_t(pages[i]) * kv->page_bytes, 0xff, kv->page_bytes);
-  }
+  for (int i = 0; i < num_pages; ++i) std::memset(kv->data + size_t(pages[i]) * kv->page_bytes, 0xff, kv->page_bytes);
 }
 
 void anb_matmul(const Matrix* matrix, const float* x, int num_rows, float* out) {

@@ -78,4 +78,4 @@ def test_bytes_per_token_are_those_of_keys_and_values() -> None:
     for dtype, size in (("f32", 4), ("f16", 2), ("bf16", 2), ("int8", 1), ("int16", 2)):
         pool = CpuKVPool(native.library(), KVSpec(10, 16, 3, 2, 64, dtype))
         scales = 2 * 4 if dtype in ("int8", "int16") else 0
-        assert pool.layout.layer_bytes * 3 == 10 * 16 * 3 * 2 * (2 * 64 * size + scales)
+        assert pool.layout.page_bytes == 16 * 3 * 2 * (2 * 64 * size + scales)
