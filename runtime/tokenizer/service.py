@@ -145,6 +145,7 @@ class TokenizerService:
         self._questions: dict[int, Question] = {}
         self._deadlines: list[tuple[float, int, Operation]] = []
         self._due: deque[Branch] = deque()
+        self.dropped: deque[Branch] = deque()  # by joins that are done; closed between operations: two joins may drop each other
 
     # ------------------------------------------------------------ what drives it
 
@@ -385,8 +386,11 @@ class TokenizerService:
         self._due.append(branch)
 
     def _run_due(self) -> None:
-        while self._due:
-            self._advance(self._due.popleft())
+        while self._due or self.dropped:
+            if self.dropped:
+                self.close(self.dropped.popleft(), superseded=True)
+            else:
+                self._advance(self._due.popleft())
 
     def _advance(self, branch: Branch) -> None:
         """Carry out operations from the head of the queue until one must wait."""
@@ -594,6 +598,8 @@ class TokenizerService:
             self._close_now(branch, superseded=branch.superseded)
             return
         for operation in list(branch.queue)[last + 1 :]:
+            if operation.is_done:  # ended by what the one before it set free
+                continue
             if operation.is_running:
                 self._end(operation, CLOSED, is_failure=False)
             else:

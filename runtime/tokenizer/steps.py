@@ -139,6 +139,8 @@ class Steps:
         operation.barriers.clear()
         if isinstance(operation.body, Barrier):
             self.service.reached(operation)  # a join whose source is gone must not wait for it
+        self.service.dropped += [branch for branch in operation.dropped if branch is not operation.winner]
+        operation.dropped = ()
 
     # ------------------------------------------------------------ text
 
@@ -498,23 +500,18 @@ class Steps:
             yield
 
     def _join(self, operation: Operation, message: Join) -> StepGenerator:
-        branch, winner, service = operation.branch, operation.winner, self.service
-        try:
-            while operation.needs:
-                yield
-            gone = next((source for source in (winner, *operation.sources) if source is not None and source.is_closed), None)
-            if gone is not None:
-                raise NotFound(f"branch {gone.label} was closed before the join", param="winner")
-            yield from self._seal(operation)
-            if winner is not None:
-                self._take_over(branch, winner)
-            for source, (_, mark) in zip(operation.sources, message.spans, strict=True):
-                branch.ready += self._since(source, mark)
-                self._check_fits(branch.length)
-        finally:
-            for dropped in operation.dropped:
-                if dropped is not winner:
-                    service.close(dropped, superseded=True)
+        branch, winner = operation.branch, operation.winner
+        while operation.needs:
+            yield
+        gone = next((source for source in (winner, *operation.sources) if source is not None and source.is_closed), None)
+        if gone is not None:
+            raise NotFound(f"branch {gone.label} was closed before the join", param="winner")
+        yield from self._seal(operation)
+        if winner is not None:
+            self._take_over(branch, winner)
+        for source, (_, mark) in zip(operation.sources, message.spans, strict=True):
+            branch.ready += self._since(source, mark)
+            self._check_fits(branch.length)
 
     def _take_over(self, branch: Branch, winner: Branch) -> None:
         if winner.failed is not None:

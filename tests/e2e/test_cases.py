@@ -29,7 +29,7 @@ from anabranch.lang.errors import Unsupported
 from anabranch.runtime.config import LimitsConfig
 from anabranch.runtime.engine import Engine
 from anabranch.runtime.errors import ConfigError, EngineStartError, InvalidRequest, RequestTimeout
-from anabranch.runtime.messages import Append, Cancel, GetTokens, Open, Score
+from anabranch.runtime.messages import Append, Cancel, Close, Generate, GetTokens, Join, Open, Score
 from anabranch.runtime.messages import Text as WireText
 
 WAIT = 60
@@ -258,6 +258,18 @@ def test_cancelling_a_score_while_its_choices_are_tokenized_keeps_the_text_befor
     desk.say(Cancel(ops=(10,)))
     mine, reference = desk.ask(GetTokens(11, 1)), desk.ask(GetTokens(12, 2))
     assert mine.token_ids == reference.token_ids != b""
+
+
+def test_two_branches_may_drop_each_other() -> None:
+    """Both wait for a winner; whoever joins first closes the other, in the middle of whose join it is."""
+    desk = Desk()
+    desk.say(*(Open(i) for i in range(1, 5)), *(Append(i, (WireText(f"branch {i}"),)) for i in range(1, 5)))
+    desk.say(Generate(10, 3), Generate(11, 4), Join(1, 3, drop=(2,)), Join(2, 4, drop=(1,)), GetTokens(12, 1), GetTokens(13, 2))
+    desk.run()
+    answers = [desk.answer(op) for op in (10, 11, 12, 13)]
+    assert len(answers) == 4 and desk.service.counters["internal_errors"] == 0
+    desk.say(Close((1, 2, 3, 4)))
+    desk.assert_nothing_is_left()
 
 
 def test_a_timeout_of_zero_is_over_at_once_and_a_wrong_one_is_refused(engine: Engine) -> None:
