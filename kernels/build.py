@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ def _is_ours(library: Path) -> bool:
 
 
 def _compile(compiler: str, work: list[Unit], library: Path) -> None:
-    log.info("compiling %d files of native kernels with %s (once; about half a minute)", len(work), compiler)
+    # Not to the log, which few people see: a first start that stands still for half a minute must say why.
+    print(f"anabranch: compiling {len(work)} files of CPU kernels with {compiler}, once; half a minute or more", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:
 
         def compile_one(unit: Unit) -> str:

@@ -53,13 +53,16 @@ def gen(
     """Let the model continue the state, and keep the text as variable `name`.
 
     At most one of: `regex`, `json_schema` (JSON Schema as text, dict or pydantic model), `ebnf`, `lark` and `dtype`
-    constrain the text and leave a string; `type` (int, Literal, a dataclass, a pydantic model ...) and `schema`
-    (also a dict) constrain it and give a value of that type; `choices` is `select`. With n > 1 the variable is a
-    list of n continuations, and the state goes on with the first.
+    constrain the text and leave a string (a `regex` beside a `dtype` says more, and is what holds); `type` (int,
+    Literal, a dataclass, a pydantic model ...) and `schema` (also a dict) constrain it and give a value of that type;
+    `choices` is `select`. With n > 1 the variable is a list of n continuations, and the state goes on with the first.
 
     timeout  seconds from this statement until the value must be there, else TimeoutError where it is read
     """
     _check_name(name)
+    if regex is not None and dtype is not None:
+        dtype_spec(dtype)  # refuses what is no dtype
+        dtype = None
     constraints: dict[str, Any] = {
         "regex": regex, "json_schema": json_schema, "ebnf": ebnf, "lark": lark, "dtype": dtype, "type": type, "schema": schema,
     }  # fmt: skip

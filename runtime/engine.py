@@ -66,7 +66,7 @@ def _completion(g: Generation) -> Completion:
 class Engine:
     """A model, its KV cache, and branches on it. Close it, or let the process end: both release everything.
 
-    model        "default" (SmolLM2-135M-Instruct), a directory with safetensors, or a .gguf file
+    model        "default" (SmolLM2-135M-Instruct), a directory with safetensors, or a .gguf file; SGLang's name for it: model_path
     mode         "inprocess": one thread of this process; "processes": three processes over private sockets; "auto": see
                  docs/decisions
     page_size    tokens per KV page;  num_pages  None: what memory allows
@@ -82,6 +82,7 @@ class Engine:
         self,
         model: str | None = None,
         *,
+        model_path: str | None = None,
         mode: settings.Mode | None = None,
         tokenizer: str | None = None,
         page_size: int = 16,
@@ -100,6 +101,9 @@ class Engine:
         debug: DebugConfig | int | None = None,
         start_timeout: float = START_TIMEOUT_S,
     ) -> None:
+        if model is not None and model_path is not None:
+            raise ConfigError(f"model and model_path are one setting: give one of {model!r} and {model_path!r}")
+        model = model if model is not None else model_path
         level = settings.debug_level()
         if not isinstance(debug, DebugConfig):
             debug = DebugConfig(level=level if debug is None else debug)

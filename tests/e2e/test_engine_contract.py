@@ -12,6 +12,7 @@ from unit.lang.programs import CASES, Case
 
 from anabranch.lang import api
 from anabranch.runtime.engine import Engine
+from anabranch.runtime.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +58,10 @@ ABOUT_ANSWERS = [case for case in CASES if case.name != "sharing_is_visible"]  #
 @pytest.mark.parametrize("case", ABOUT_ANSWERS, ids=lambda c: f"{c.spelling}:{c.name}")
 def test_a_program_says_the_same_without_a_cache(case: Case, engine: Engine, engine_without_cache: Engine) -> None:
     assert case.run(api, engine) == case.run(api, engine_without_cache)
+
+
+def test_sglangs_name_for_the_model_is_understood_and_two_models_are_refused(tiny_model: Path) -> None:
+    with Engine(model_path=str(tiny_model), num_pages=64, mode="inprocess") as engine:
+        assert engine.generate("a", max_tokens=2).token_ids
+    with pytest.raises(ConfigError, match="model and model_path are one setting"):
+        Engine("default", model_path=str(tiny_model))

@@ -183,6 +183,16 @@ def test_sglangs_dtypes_constrain_and_stay_strings() -> None:
     assert generate_dtype(int, "24 \n") == "24" and generate_dtype(str, '"a b"') == '"a b"'
 
 
+def test_a_regex_beside_a_dtype_is_what_holds() -> None:
+    both = ab.gen("x", dtype=int, regex=r"[0-9]{2}")
+    assert both == ab.gen("x", regex=r"[0-9]{2}") != ab.gen("x", dtype=int)
+    state = ab.state(backend=ScriptedBackend(["24"]))
+    state += both
+    assert state["x"] == "24"
+    with pytest.raises((TypeError, ValueError), match="dtype"):
+        ab.gen("x", dtype=list, regex=r"[0-9]{2}")
+
+
 def generate_dtype(kind: Any, text: str) -> Any:
     return ab.state(backend=ScriptedBackend([text])).gen("x", dtype=kind).result()
 
