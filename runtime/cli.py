@@ -89,6 +89,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default=None, help="'default', a directory, or a .gguf file")
+    group.add_argument("--chat-template", default=None, metavar="FILE", help="a Jinja file, instead of the model's own")
     group.add_argument("--mode", choices=("inprocess", "processes", "auto"), default=None)
     group.add_argument("--backend", choices=("auto", "cpu", "reference"), default="auto")
     group.add_argument("--precision", choices=("fast", "exact"), default="fast")
@@ -110,7 +111,7 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("mode", "backend", "precision", "kv_dtype", "num_threads", "page_size", "num_pages")
+    names = ("chat_template", "mode", "backend", "precision", "kv_dtype", "num_threads", "page_size", "num_pages")
     return {name: getattr(arguments, name) for name in names}
 
 

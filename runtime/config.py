@@ -151,6 +151,7 @@ class EngineConfig:
 
     model: str = "default"  # "default", a model directory, or a .gguf file
     tokenizer: str | None = None  # None: the model's own
+    chat_template: str | None = None  # a Jinja file; None: the model's own
     mode: Mode = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -69,6 +69,8 @@ class Engine:
     model        "default" (SmolLM2-135M-Instruct), a directory with safetensors, or a .gguf file; SGLang's name for it: model_path
     mode         "inprocess": one thread of this process; "processes": three processes over private sockets; "auto": see
                  docs/decisions
+    tokenizer    another model's directory or file to take the tokenizer and chat template from
+    chat_template  a Jinja file, instead of the model's own template
     page_size    tokens per KV page;  num_pages  None: what memory allows
     max_slots    requests that run at once;  tokens_per_step  budget of one forward
     backend      "auto", "cpu", "reference";  precision  "fast" or "exact" (activations are not rounded)
@@ -85,6 +87,7 @@ class Engine:
         model_path: str | None = None,
         mode: settings.Mode | None = None,
         tokenizer: str | None = None,
+        chat_template: str | None = None,
         page_size: int = 16,
         num_pages: int | None = None,
         cache: bool = True,
@@ -110,6 +113,7 @@ class Engine:
         config = EngineConfig(
             model=str(model) if model is not None else settings.default_model(),
             tokenizer=tokenizer,
+            chat_template=str(chat_template) if chat_template is not None else None,
             mode=mode or settings.default_mode(),
             cache=CacheConfig(page_size=page_size, num_pages=num_pages, enabled=cache, policy=eviction),
             scheduler=SchedulerConfig(max_slots=max_slots, tokens_per_step=max(tokens_per_step, max_slots)),

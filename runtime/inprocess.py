@@ -189,7 +189,7 @@ def build_parts(thread: EngineThread) -> Parts:
     lanes = Lanes(lambda job_id, result: thread.put(JobDone(job_id, result)))
     gate = GrammarGate()
     service = TokenizerService(
-        build_model_side(path, text, gate.check), scheduler_ready(ready), offload=lanes.offload, clock=time.monotonic,
+        build_model_side(config, path, text, gate.check), scheduler_ready(ready), offload=lanes.offload, clock=time.monotonic,
         limits=config.limits,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from anabranch.runtime.config import EngineConfig, cache_dir
+from anabranch.runtime.errors import ConfigError
 from anabranch.runtime.laps import Laps
 from anabranch.runtime.messages import Grammar, SchedulerReady, WorkerReady
 
@@ -27,25 +28,28 @@ def open_text(config: EngineConfig, path: Path) -> ModelText:
     """The text side of the model. Raises CheckpointError."""
     from anabranch.runtime.tokenizer.model_text import open_model_text
 
-    text = open_model_text(path, tokenizer=config.tokenizer)
+    text = open_model_text(path, tokenizer=config.tokenizer, chat_template=config.chat_template)
     for warning in text.warnings:
         log.warning("%s: %s", path, warning)
     return text
 
 
-def build_model_side(path: Path, text: ModelText, check_grammar: Callable[[Grammar], None] | None) -> ModelSide:
+def build_model_side(config: EngineConfig, path: Path, text: ModelText, check_grammar: Callable[[Grammar], None] | None) -> ModelSide:
     from anabranch.runtime.tokenizer.service import ModelSide
     from anabranch.runtime.tokenizer.templates import ChatTemplate, TemplateError
     from anabranch.runtime.tokenizer.turns import TurnTexts
 
-    turns = None
+    turns, problem = None, ""
     if text.template is not None:
         try:
             special = text.vocabulary.special
             turns = TurnTexts(ChatTemplate(text.template, named_tokens=text.named_tokens, special=special))
         except TemplateError as fault:
+            if config.chat_template is not None:  # asked for: not to be left out
+                raise ConfigError(f"chat_template {config.chat_template!r}: {fault}") from None
             log.warning("%s; the model is served without chat", fault)
-    return ModelSide(path.name, text.vocabulary, turns, check_grammar)
+            problem = str(fault)
+    return ModelSide(path.name, text.vocabulary, turns, check_grammar, problem)
 
 
 def build_worker(config: EngineConfig, path: Path, text: ModelText, laps: Laps) -> AnyWorker:

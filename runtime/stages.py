@@ -199,7 +199,7 @@ def run_tokenizer(config: EngineConfig, directory: Path, life: Life) -> None:
     jobs: Mailbox[tuple[int, Any]] = Mailbox()
     lanes, gate = Lanes(lambda job_id, result: jobs.put((job_id, result))), GrammarGate()
     service = TokenizerService(
-        build_model_side(path, text, gate.check),
+        build_model_side(config, path, text, gate.check),
         first,
         offload=lanes.offload,
         clock=time.monotonic,

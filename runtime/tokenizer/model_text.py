@@ -1,7 +1,7 @@
 """All that the tokenizer process reads of a model: config, vocabulary, chat template. Never the weights."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,17 @@ class ModelText:
     warnings: tuple[str, ...] = ()
 
 
-def open_model_text(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelText:
+def open_model_text(path: str | Path, *, tokenizer: str | Path | None = None, chat_template: str | Path | None = None) -> ModelText:
     """Read the text side of a model directory or GGUF file; vocabulary and template from `tokenizer` instead, if given.
 
-    Raises CheckpointError.
+    chat_template  a Jinja file that replaces the model's
+    Raises         CheckpointError
     """
-    path = Path(path)
+    text = _open(Path(path), tokenizer)
+    return text if chat_template is None else replace(text, template=_read_template(Path(chat_template)))
+
+
+def _open(path: Path, tokenizer: str | Path | None) -> ModelText:
     gguf = _find(path)
     file = read_gguf(gguf) if gguf is not None else None
     config = from_gguf(file).config if file is not None else read_config(path)
@@ -163,14 +168,17 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def _read_template(file: Path) -> str:
+    try:
+        return read_bytes(file, MAX_TOKENIZER_CONFIG_BYTES).decode("utf-8")
+    except UnicodeDecodeError:
+        refuse(file, "is not UTF-8")
+
+
 def _template(path: Path, names: set[str], settings: Mapping[str, Any]) -> str | None:
     """The default chat template, from where transformers looks for it: its own file first."""
     if "chat_template.jinja" in names:
-        file = inside(path, "chat_template.jinja")
-        try:
-            return read_bytes(file, MAX_TOKENIZER_CONFIG_BYTES).decode("utf-8")
-        except UnicodeDecodeError:
-            refuse(file, "is not UTF-8")
+        return _read_template(inside(path, "chat_template.jinja"))
     value: Any = settings.get("chat_template")
     if "chat_template.json" in names:
         value = read_json(inside(path, "chat_template.json"), MAX_TOKENIZER_CONFIG_BYTES).get("chat_template", value)

@@ -95,12 +95,14 @@ TIMED_OUT = Error("timeout_error", "the deadline passed before the operation was
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """What the service needs of a model. `turns` None: it has no chat template. `check_grammar` None: no grammars here."""
+    """What the service needs of a model. `turns` None: it has no chat template that can be used, `template_problem` says why if it has
+    one. `check_grammar` None: no grammars here."""
 
     name: str
     vocabulary: Vocabulary
     turns: TurnTexts | None
     check_grammar: Callable[[Grammar], None] | None = None
+    template_problem: str = ""
 
 
 @dataclass(eq=False, slots=True)

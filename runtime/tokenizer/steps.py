@@ -197,7 +197,7 @@ class Steps:
 
     def _turns(self, branch: Branch) -> ChatTurns:
         if branch.turns is None:
-            raise no_template_error()
+            raise no_template_error(self.service.model.template_problem)
         return branch.turns
 
     def _count(self, branch: Branch, text: str) -> None:

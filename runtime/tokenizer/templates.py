@@ -102,10 +102,11 @@ def encode_chat(
     return vocabulary.encode(parts(marked), at_start=True)
 
 
-def no_template_error() -> TemplateError:
+def no_template_error(problem: str = "") -> TemplateError:
+    """`problem`: what is wrong with the template that the model has."""
     return TemplateError(
-        "the model has no chat template; pass one with --chat-template FILE (a Jinja file), put chat_template.jinja "
-        "into the model's directory, or use plain prompts (/v1/completions, or text without roles)"
+        f"{problem or 'the model has no chat template'}; give one (a Jinja file) as Engine(chat_template=FILE) or --chat-template FILE, "
+        "put chat_template.jinja into the model's directory, or use plain prompts (text without roles)"
     )
 
 

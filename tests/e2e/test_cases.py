@@ -18,6 +18,7 @@ import pytest
 from support.service import Desk
 from support.tiny_models import (
     llama_config,
+    make_puppet,
     make_tiny_llama,
     random_llama_tensors,
     write_safetensors,
@@ -501,3 +502,27 @@ def test_every_test_that_the_table_of_cases_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (here.parent / "CASES.md").read_text()))
     defined = {name for file in here.parents[1].rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
     assert len(named) > 80 and named <= defined, sorted(named - defined)
+
+
+# ---------------------------------------------------------------- chat templates (094)
+
+
+@pytest.mark.parametrize("own", [None, "{% for %}"])
+def test_a_model_whose_template_is_missing_or_broken_says_so_and_takes_one_from_a_file(tmp_path: Path, own: str | None) -> None:
+    folder = make_puppet(tmp_path / "base", ["yes"], template="").path
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | ({} if own is None else {"chat_template": own})))
+    given = tmp_path / "mine.jinja"
+    given.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    talk = [{"role": "user", "content": "is it?"}]
+    with Engine(str(folder), mode="inprocess", backend="reference") as engine:
+        with pytest.raises(InvalidRequest, match="no chat template" if own is None else "cannot be used") as refused:
+            engine.chat(talk, max_tokens=4)
+        assert "chat_template=FILE" in str(refused.value)
+        assert engine.generate("is it?", max_tokens=1).text == "yes"
+    with Engine(str(folder), chat_template=given, mode="inprocess", backend="reference") as engine:
+        assert engine.chat(talk, max_tokens=4, temperature=0).text == "yes"
+    given.write_text("{% for %}")
+    with pytest.raises((ConfigError, EngineStartError), match="mine.jinja"):
+        Engine(str(folder), chat_template=given, mode="inprocess", backend="reference")

@@ -209,7 +209,7 @@ def test_a_template_that_does_not_compile_is_refused(source: str) -> None:
 
 def test_a_model_without_a_template_says_how_to_pass_one() -> None:
     assert all(
-        word in str(no_template_error()) for word in ("--chat-template", "chat_template.jinja", "/v1/completions")
+        word in str(no_template_error()) for word in ("--chat-template", "chat_template.jinja", "plain prompts")
     )
 
 
