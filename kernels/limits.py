@@ -31,10 +31,6 @@ class Limits:
         rates = [self.read_bytes_per_s[size] for size in sizes]
         return float(np.interp(np.log2(max(num_bytes, 1)), np.log2(sizes), rates))
 
-    def step_floor_s(self, *, num_bytes: int, multiply_adds: int) -> float:
-        """The least time of a step that reads these bytes once and does these 8-bit multiply-adds, if both overlap perfectly."""
-        return max(num_bytes / self.read_rate(num_bytes), 2 * multiply_adds / self.byte_ops_per_s)
-
 
 def measured_read_rate(num_bytes: int) -> float:
     """Bytes per second that the pool's threads read from `num_bytes` of memory, over and over."""

@@ -1,4 +1,4 @@
-"""Floors: measured rates are of this world, and floors follow from them."""
+"""Measured rates are of this world."""
 
 import pytest
 
@@ -7,12 +7,11 @@ from anabranch.kernels.limits import Limits, measure
 MIB = 1 << 20
 
 
-def test_a_floor_is_the_slower_of_reading_and_computing() -> None:
+def test_a_rate_lies_between_those_that_were_measured() -> None:
     limits = Limits("any", 2, 1e11, 1e12, {32 * MIB: 50e9, 128 * MIB: 30e9})
     assert limits.read_rate(MIB) == 50e9 and limits.read_rate(1024 * MIB) == 30e9
     assert limits.read_rate(64 * MIB) == pytest.approx(40e9)
-    assert limits.step_floor_s(num_bytes=128 * MIB, multiply_adds=0) == pytest.approx(128 * MIB / 30e9)
-    assert limits.step_floor_s(num_bytes=0, multiply_adds=10**9) == pytest.approx(2e-3)
+    assert limits.read_rate(128 * MIB) == pytest.approx(30e9)
 
 
 def test_measured_rates_are_plausible_on_any_number_of_threads() -> None:
