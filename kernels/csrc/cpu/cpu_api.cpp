@@ -24,7 +24,7 @@ void anb_copy_pages(const KVPool* kv, const int32_t* src, const int32_t* dst, in
   });
 }
 
-// All bits set is a NaN in every float type, and so are the scales of int8.
+// All bits set is a NaN in every float type, and so are the scales of int8 and int16.
 void anb_poison_pages(const KVPool* kv, const int32_t* pages, int num_pages) {
   for (int i = 0; i < num_pages; ++i) std::memset(kv->data + size_t(pages[i]) * kv->page_bytes, 0xff, kv->page_bytes);
 }
